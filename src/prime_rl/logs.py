@@ -1,0 +1,50 @@
+"""Logging: one line an event, to the terminal and to the process's own file.
+
+    12:34:56 INFO  trainer       | Step 3 | Time: 1.20s | Loss: 0.0123 | ...
+
+Warnings of Python's `warnings` module are logged too. Third-party loggers speak from WARNING up.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+ROOT = "prime_rl"
+FORMAT = "%(asctime)s %(levelname)-7s %(process_name)-12s | %(message)s"
+
+
+class _ProcessName(logging.Filter):
+    """Put the process's name on every record, whichever library made it."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.process_name = self.process
+        return True
+
+
+def get_logger(name: str = ROOT) -> logging.Logger:
+    """The logger of a module; pass `__name__`."""
+    return logging.getLogger(name)
+
+
+def setup_logging(process: str, level: str = "info", file: Path | None = None) -> None:
+    """Log everything of this process from `level` up, to standard error and (appending) to `file`."""
+    formatter = logging.Formatter(FORMAT, datefmt="%H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.addFilter(_ProcessName(process))
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).setLevel(level.upper())
+    logging.captureWarnings(True)

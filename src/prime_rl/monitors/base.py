@@ -1,0 +1,79 @@
+"""Where metrics go: a protocol, the JSONL file that is always written, and a fan-out over several monitors.
+
+A metric is a float under a name like `reward/mean`; a row is all metrics of one step of one process.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Monitor(Protocol):
+    """Takes one row of metrics a step."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record `metrics` of `step`."""
+
+    def close(self) -> None:
+        """Flush and release what the monitor holds."""
+
+
+class JsonlMonitor:
+    """Appends one JSON object a step: `{"step": 3, "time": <unix seconds>, "reward/mean": 0.41, ...}`.
+
+    A row reaches the file in one write, so a reader sees whole lines only. NaN and infinities become null: JSON has
+    no word for them, and a file that standard readers refuse helps nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        row = {"step": step, "time": round(time.time(), 3), **finite}
+        self._file.write((json.dumps(row) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FanOut:
+    """One monitor that passes every row on to several."""
+
+    def __init__(self, monitors: Iterable[Monitor]) -> None:
+        self._monitors = list(monitors)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for monitor in self._monitors:
+            monitor.log(metrics, step=step)
+
+    def close(self) -> None:
+        for monitor in self._monitors:
+            monitor.close()
+
+
+class FakeMonitor:
+    """Keeps the rows in memory, for tests."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a metrics file; a last line that is still being written is left out. No file: no rows."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
