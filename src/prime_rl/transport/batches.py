@@ -1,0 +1,102 @@
+"""Training batches from the orchestrator to the trainer through the filesystem. Both ends; no torch.
+
+`<root>/step_N/batch.msgpack` holds one TrainingBatch, beside the marker of `transport.manifest`. An array
+travels as [dtype, shape, raw bytes], little-endian.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from prime_rl.data.samples import TrainingBatch
+from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
+from prime_rl.logs import get_logger
+from prime_rl.paths import step_dir
+from prime_rl.transport.manifest import MARKER, publish_dir, read_verified
+
+_FILE: Final = "batch.msgpack"
+_DTYPES: Final = ("<i4", "<f4", "|b1")
+_NOTICE_INTERVAL_S: Final = 30.0
+
+_logger = get_logger(__name__)
+
+
+class BatchWriter:
+    """The orchestrator's end. One writer per root."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(self, batch: TrainingBatch) -> Path:
+        """Publish the batch and return its directory. Raises: ArtifactError when that step exists already."""
+        final = step_dir(self._root, batch.step)
+        with publish_dir(final) as directory:
+            (directory / _FILE).write_bytes(encode(batch))
+        return final
+
+
+class BatchReader:
+    """The trainer's end."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def wait(self, step: int, timeout: float, poll: float = 0.05) -> TrainingBatch:
+        """Block until batch `step` is published and return it. `timeout` and `poll` are seconds.
+
+        Raises: DeadlineExceeded saying what it waited for; ArtifactError naming a damaged file.
+        """
+        directory = step_dir(self._root, step)
+        start = time.monotonic()
+        next_notice = start + _NOTICE_INTERVAL_S
+        while not (directory / MARKER).exists():
+            now = time.monotonic()
+            if now - start >= timeout:
+                raise DeadlineExceeded(
+                    f"no batch for step {step} appeared in {self._root} within {timeout:g} s; "
+                    "look at the orchestrator's log, or raise batch_timeout"
+                )
+            if now >= next_notice:
+                _logger.info("Waiting for batch %d in %s since %.0f s", step, self._root, now - start)
+                next_notice += _NOTICE_INTERVAL_S
+            time.sleep(poll)
+        return self._read(directory, step)
+
+    def _read(self, directory: Path, step: int) -> TrainingBatch:
+        path = directory / _FILE
+        try:
+            batch = decode(read_verified(directory, _FILE))
+        except (msgspec.MsgspecError, DataError) as error:
+            raise ArtifactError(f"{path} does not hold a valid batch: {error}") from error
+        if batch.step != step:
+            raise ArtifactError(f"{path} holds batch {batch.step}, not batch {step}")
+        return batch
+
+
+def encode(batch: TrainingBatch) -> bytes:
+    return msgspec.msgpack.encode(batch, enc_hook=_encode_array)
+
+
+def decode(content: bytes) -> TrainingBatch:
+    """Raises: msgspec.MsgspecError for bytes of another shape, DataError for a broken invariant."""
+    return msgspec.msgpack.decode(content, type=TrainingBatch, dec_hook=_decode_array)
+
+
+def _encode_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
+    assert isinstance(value, np.ndarray), f"cannot send a {type(value).__name__}"
+    array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+    assert array.dtype.str in _DTYPES, f"cannot send an array of {array.dtype}"
+    return array.dtype.str, array.shape, array.reshape(-1).view(np.uint8).data
+
+
+def _decode_array(_type: type, value: Any) -> np.ndarray:
+    dtype, shape, content = value
+    if dtype not in _DTYPES:
+        raise ValueError(f"array of dtype {dtype!r}, expected one of {_DTYPES}")
+    # A copy: frombuffer would give a read-only view that keeps the whole file alive.
+    return np.frombuffer(content, dtype=dtype).reshape(shape).copy()

@@ -1,0 +1,184 @@
+"""Directories that appear complete or not at all, and the marker that lets a reader prove it. No torch.
+
+A writer fills a hidden sibling of the final directory, writes the marker `STABLE` (JSON: names, sizes and
+digests of all files) last, forces everything to disk and renames. So a directory under its final name is
+complete whatever happened to its writer, and damage done later shows as a digest that differs.
+
+`STABLE`: {"format": 1, "step": 3, "files": {"batch.msgpack": {"bytes": 812, "xxh3": "9f..."}}}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+
+from prime_rl.errors import ArtifactError
+
+MARKER: Final = "STABLE"
+_FORMAT: Final = 1
+_STEP_NAME: Final = re.compile(r"step_(\d+)")
+_CHUNK_BYTES: Final = 1 << 20
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and XXH3-128 digest (hex) of one file."""
+
+    bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the marker. `files` is keyed by path relative to the directory."""
+
+    format: int
+    step: int
+    files: dict[str, FileEntry]
+
+
+@contextmanager
+def publish_dir(final: Path) -> Iterator[Path]:
+    """Yield a hidden directory that becomes `final` (`<root>/step_N`) when the block ends without error.
+
+    One writer per `final` at a time. On error nothing is left behind; a killed writer leaves only the hidden
+    directory, which the next writer of the same step removes.
+
+    Raises: ArtifactError when `final` exists already or the disk refuses.
+    """
+    step = _step_of(final)
+    if final.exists():
+        raise ArtifactError(
+            f"{final} exists already and is never overwritten; choose another output_dir or remove it"
+        )
+    temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in final.parent.glob(f".{final.name}.tmp-*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+        yield temporary
+        _seal(temporary, step)
+        os.rename(temporary, final)
+        _fsync(final.parent)
+    except OSError as error:
+        raise ArtifactError(f"cannot write {final}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises: ArtifactError naming the marker when it is missing or not one of ours."""
+    marker = directory / MARKER
+    try:
+        manifest = msgspec.json.decode(marker.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        what = "has no marker, so it was not written completely" if directory.is_dir() else "does not exist"
+        raise ArtifactError(f"{directory} {what} (expected {marker})") from None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{marker} is damaged: {error}") from error
+    if manifest.format != _FORMAT:
+        raise ArtifactError(f"{marker} has format {manifest.format}; this version reads format {_FORMAT}")
+    return manifest
+
+
+def verify(directory: Path) -> Manifest:
+    """Check the size and digest of every file against the marker.
+
+    Raises: ArtifactError naming the first file that is missing, truncated or altered.
+    """
+    manifest = read_manifest(directory)
+    for name, entry in manifest.files.items():
+        _check(directory / name, entry, *_measure(directory / name))
+    return manifest
+
+
+def read_verified(directory: Path, name: str) -> bytes:
+    """Bytes of one file of a published directory, checked against the marker while they are in memory.
+
+    Raises: ArtifactError naming the file.
+    """
+    path = directory / name
+    entry = read_manifest(directory).files.get(name)
+    if entry is None:
+        raise ArtifactError(f"{directory / MARKER} does not list {name}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from error
+    _check(path, entry, len(content), xxhash.xxh3_128_hexdigest(content))
+    return content
+
+
+def digest(directory: Path) -> str:
+    """One hex string for the contents of a published directory: equal digests mean equal files."""
+    files = sorted(read_manifest(directory).files.items())
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(files))
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps with a complete directory under `root`, ascending; empty when `root` does not exist."""
+    if not root.is_dir():
+        return []
+    matches = (_STEP_NAME.fullmatch(path.name) for path in root.iterdir() if (path / MARKER).is_file())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def latest_step(root: Path) -> int | None:
+    """Newest complete step under `root`."""
+    return max(complete_steps(root), default=None)
+
+
+def _step_of(final: Path) -> int:
+    match = _STEP_NAME.fullmatch(final.name)
+    assert match, f"{final} is not named step_N"
+    return int(match[1])
+
+
+def _seal(directory: Path, step: int) -> None:
+    """Write the marker and force all of `directory` to disk; the marker last, after its files are durable."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    files: dict[str, FileEntry] = {}
+    for path in paths:
+        _fsync(path)
+        size, xxh3 = _measure(path)
+        files[path.relative_to(directory).as_posix()] = FileEntry(bytes=size, xxh3=xxh3)
+    marker = directory / MARKER
+    marker.write_bytes(msgspec.json.encode(Manifest(format=_FORMAT, step=step, files=files)))
+    _fsync(marker)
+    for folder in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
+        _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    hasher = xxhash.xxh3_128()
+    size = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from error
+    return size, hasher.hexdigest()
+
+
+def _check(path: Path, entry: FileEntry, size: int, xxh3: str) -> None:
+    if size != entry.bytes:
+        raise ArtifactError(f"{path} has {size} bytes, its marker says {entry.bytes}: it was cut or changed")
+    if xxh3 != entry.xxh3:
+        raise ArtifactError(f"{path} is damaged: its digest is {xxh3}, its marker says {entry.xxh3}")
