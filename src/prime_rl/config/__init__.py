@@ -1,0 +1,1 @@
+"""Configuration: the schema of every process, and the loader. Imports no torch, so that `--help` is fast."""

@@ -58,7 +58,7 @@ class InferenceConfig(BaseConfig):
     enable_prefix_caching: bool = True
     """Whether prompts share the KV blocks of a common beginning (a group's prompt is computed once)."""
 
-    seed: int = 0
+    seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""
 
     api_key: str | None = None

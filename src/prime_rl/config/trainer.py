@@ -121,7 +121,7 @@ class _BaseTrainerConfig(BaseConfig):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps. None: until stopped."""
 
-    seed: int = 0
+    seed: int = 42
     """Seeds initial weights where the model directory has none, and the order of SFT data."""
 
     device: Device = "auto"
