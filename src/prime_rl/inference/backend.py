@@ -1,0 +1,152 @@
+"""The seam between an inference engine and the HTTP server: token ids in, token ids out.
+
+Text, chat templates and stop strings are the server's business. `engine.engine.Engine` and `fake.FakeBackend`
+implement `Backend`.
+"""
+
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from prime_rl.errors import PrimeRLError
+
+
+class RequestError(PrimeRLError, ValueError):
+    """A request can never be served: it is malformed, too long, or larger than the cache. Nothing was queued."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: a stop token, `max_tokens` or the model's length, or somebody ended it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. The distribution is made in this order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Example: SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95, seed=1)
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    """Stop tokens and end of sequence cannot be drawn before this many tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token; its logprob is then that of the distribution at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """None: a seed is drawn from the engine's."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_top_logprobs: int = 0
+
+    def validate(self) -> None:
+        """Raise RequestError for a value outside its range."""
+        checks = (
+            (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"),
+            (_within(self.temperature, 0.0, 1e6), f"temperature must be at least 0, got {self.temperature}"),
+            (_within(self.top_p, 0.0, 1.0) and self.top_p > 0, f"top_p must be in (0, 1], got {self.top_p}"),
+            (self.top_k >= -1, f"top_k must be -1 (off) or at least 0, got {self.top_k}"),
+            (_within(self.min_p, 0.0, 1.0), f"min_p must be in [0, 1], got {self.min_p}"),
+            (
+                _within(self.repetition_penalty, 0.0, 1e6) and self.repetition_penalty > 0,
+                f"repetition_penalty must be positive, got {self.repetition_penalty}",
+            ),
+            (self.num_top_logprobs >= 0, f"the number of top logprobs must not be negative: {self.num_top_logprobs}"),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise RequestError(message)
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion of one prompt. `request_id` is unique among the requests in flight."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One sampled token.
+
+    `logprob` is under the distribution that was sampled from: after penalty, temperature, top-k, top-p and min-p.
+    `version` is the weights version that produced it. Only the last token of a request has a `finish_reason`.
+    """
+
+    token_id: int
+    logprob: float
+    version: int
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges now, and counters since the start (`_total`)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    finished_total: int = 0
+    aborted_total: int = 0
+    steps_total: int = 0
+    version: int = 0
+    paused: bool = False
+
+
+class Backend(Protocol):
+    """What the server needs of an engine. All methods are called on one event loop."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[list[TokenOutput], None]:
+        """Tokens as they come: each item is all that arrived since the last one.
+
+        The first `__anext__` raises RequestError for a request that can never be served. Closing the iterator, or
+        cancelling the task that waits on it, ends the request and frees its blocks.
+        """
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestError now for a request that `generate` would refuse, without queueing it."""
+        ...
+
+    async def update_weights(self, weight_dir: Path, version: int) -> None:
+        """Verify the directory, then swap its weights in between two steps; running requests keep going."""
+        ...
+
+    async def pause(self) -> None:
+        """Finish the current step and generate nothing until `resume`; nothing is dropped."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Stop; requests in flight end with an error."""
+        ...

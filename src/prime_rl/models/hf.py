@@ -1,0 +1,248 @@
+"""Models on disk: Hugging Face directories in, Hugging Face directories out.
+
+A model directory holds `config.json`, tokenizer files and `model.safetensors`, or several shards and
+`model.safetensors.index.json`. One that holds a config and no weights is initialised from a seed.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prime_rl.errors import ModelError
+from prime_rl.logs import get_logger
+from prime_rl.models.decoder import Decoder, DecoderConfig
+
+logger = get_logger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+# What a directory of weights needs beside the tensors, for transformers and for the server.
+ASSETS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model(name: str) -> Path:
+    """The local directory of a model: `name` itself, or the snapshot of a hub model (downloaded when needed)."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {name!r} is neither a local directory nor a hub model that can be downloaded here ({reason})"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a model directory."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model directory needs it") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return loaded
+
+
+def load_config(directory: Path) -> DecoderConfig:
+    """The decoder shape of a model directory."""
+    try:
+        return DecoderConfig.from_hf(read_json(directory / "config.json"))
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from error
+
+
+def eos_token_ids(directory: Path) -> frozenset[int]:
+    """Tokens that end a generation: those of generation_config.json where it names any, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        ids = read_json(path).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def load_decoder(
+    name: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Decoder:
+    """The decoder of a model directory or hub model, on `device` in `dtype`.
+
+    Without weights in the directory the parameters are drawn from `seed`, the same on every device, and the log says so.
+    """
+    directory = resolve_model(name)
+    decoder = empty_decoder(load_config(directory), device=device, dtype=dtype)
+    if weight_files(directory):
+        load_hf_tensors(decoder, read_safetensors(directory))
+    else:
+        initialize(decoder, seed)
+        logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
+    return decoder
+
+
+def empty_decoder(config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """A decoder whose parameters are allocated and not yet set."""
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    return decoder.to_empty(device=device)
+
+
+@torch.no_grad()
+def initialize(decoder: Decoder, seed: int) -> None:
+    """Draw weights as transformers does (normal of `init_std`, norms 1, biases 0), on the CPU in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            drawn = torch.empty(parameter.shape).normal_(0.0, decoder.config.init_std, generator=generator)
+            parameter.copy_(drawn)
+
+
+def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under Hugging Face's names, detached; tied embeddings appear once."""
+    for name, parameter in decoder.named_parameters():
+        yield name, parameter.detach()
+
+
+@torch.no_grad()
+def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
+    """Copy tensors into the parameters in place, converting dtype and device.
+
+    ModelError names tensors that are unexpected or of another shape and, when `strict`, those that are missing.
+    """
+    parameters = dict(decoder.named_parameters())
+    loaded: set[str] = set()
+    for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry; ours is computed
+            continue
+        if name == "lm_head.weight" and decoder.lm_head is None:  # a saved copy of the tied embedding
+            continue
+        if name not in parameters:
+            raise ModelError(f"tensor {name} is unexpected in a {decoder.config.model_type} model of this config.json")
+        if parameters[name].shape != tensor.shape:
+            raise ModelError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(parameters[name].shape)}"
+            )
+        parameters[name].copy_(tensor)
+        loaded.add(name)
+    missing = sorted(parameters.keys() - loaded)
+    if strict and missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(f"the weights lack {len(missing)} tensors: {shown}")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory in order; [] when it holds no weights at all."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
+        files = [directory / name for name in sorted(set(weight_map.values()))]
+        absent = [path.name for path in files if not path.exists()]
+        if absent:
+            raise ModelError(f"{index} names files that are missing: {', '.join(absent)}")
+        return files
+    if (directory / SINGLE_FILE).exists():
+        return [directory / SINGLE_FILE]
+    others = [path.name for pattern in ("*.safetensors", "*.bin", "*.pt") for path in directory.glob(pattern)]
+    if others:
+        raise ModelError(
+            f"{directory} holds {', '.join(sorted(others)[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "convert the weights to safetensors"
+        )
+    return []
+
+
+def read_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model directory, on the CPU, one at a time."""
+    files = weight_files(directory)
+    if not files:
+        raise ModelError(f"{directory} holds no {SINGLE_FILE} and no {INDEX_FILE}")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                    yield name, shard.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def write_safetensors(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[Path]:
+    """Write tensors to `directory` as transformers lays them out; returns the files, the index last.
+
+    Tensors are gathered to the CPU one shard at a time, so that memory beyond the model's own is one shard.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    parts: list[tuple[Path, list[str]]] = []
+    total = 0
+    for shard in _shards(tensors, max_shard_bytes):
+        part = directory / f"shard-{len(parts)}.safetensors"
+        save_file(shard, part, metadata={"format": "pt"})
+        parts.append((part, list(shard)))
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(parts) == 1:
+        return [parts[0][0].rename(directory / SINGLE_FILE)]
+    files, weight_map = [], {}
+    for number, (part, names) in enumerate(parts, 1):
+        # The number of shards is part of each name, and known only now.
+        final = part.rename(directory / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
+        files.append(final)
+        weight_map.update(dict.fromkeys(names, final.name))
+    index = directory / INDEX_FILE
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [*files, index]
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in order, in groups of at most `max_bytes` (a single larger tensor is a group of its own)."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def copy_assets(source: Path, destination: Path) -> None:
+    """Copy config, generation config and tokenizer files, those of them that exist."""
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in ASSETS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, destination / name)
