@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from prime_rl.errors import PrimeRLError
 
 
@@ -82,9 +84,8 @@ class GenerationRequest:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
-    """One sampled token.
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One sampled token. (A msgspec struct: one is made per token, and it costs a tenth of a frozen dataclass.)
 
     `logprob` is under the distribution that was sampled from: after penalty, temperature, top-k, top-p and min-p.
     `version` is the weights version that produced it. Only the last token of a request has a `finish_reason`.
