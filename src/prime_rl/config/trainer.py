@@ -196,3 +196,6 @@ class SFTConfig(_BaseTrainerConfig):
     """`sft`: supervised fine-tuning on conversations."""
 
     data: SFTDataConfig = SFTDataConfig()
+
+    clean: bool = False
+    """Delete what an earlier run left in the run directory. Without it, a used directory is refused."""

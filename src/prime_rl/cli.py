@@ -1,0 +1,204 @@
+"""The commands. Each parses its command line and calls one function; imports happen inside, so `--help` stays fast.
+
+A PrimeRLError ends a command with its message and exit code 1; a traceback only with `--log.level debug`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel
+
+from prime_rl.errors import PrimeRLError
+
+if TYPE_CHECKING:
+    from prime_rl.config.evals import EvalConfig
+    from prime_rl.config.inference import InferenceConfig
+    from prime_rl.config.orchestrator import OrchestratorConfig
+    from prime_rl.config.roots import RLConfig
+    from prime_rl.config.trainer import SFTConfig, TrainerConfig
+
+Config = TypeVar("Config", bound=BaseModel)
+
+USAGE = """\
+usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
+
+  rl            starts and watches inference server, orchestrator and trainer
+  sft           supervised fine-tuning
+  eval          measures a model, and the weights of a run, on environments
+  inference     serves a model over an OpenAI-compatible API
+  orchestrator  runs environments and turns rollouts into training batches
+  trainer       turns batches into weights
+
+prime-rl COMMAND --help tells a command's keys. Each command exists without `prime-rl` in front, too."""
+
+
+def _command(name: str, root: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None) -> None:
+    """Parse, then call; every PrimeRLError becomes a message and exit code 1."""
+    from prime_rl.config.help import help_text
+    from prime_rl.config.load import load
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    is_debug = False
+    try:
+        if words and words[0] in ("-h", "--help"):
+            print(help_text(root, name, words[1] if len(words) > 1 else None))
+            return
+        config = load(root, words)
+        is_debug = getattr(getattr(config, "log", None), "level", "") == "debug"
+        work(config)
+    except PrimeRLError as error:
+        if is_debug:
+            raise
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _process(name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig") -> None:
+    """What every process does first: log, and watch its launcher. A launched process's log is its standard error."""
+    from prime_rl import lifeline
+    from prime_rl.logs import setup_logging
+    from prime_rl.paths import RunPaths
+
+    is_launched = lifeline.VARIABLE in os.environ
+    setup_logging(name, config.log.level, None if is_launched else RunPaths(config.output_dir).log(name))
+    lifeline.watch_launcher()
+
+
+def rl(argv: Sequence[str] | None = None) -> None:
+    """`rl`: plan, start and watch the three processes."""
+    from prime_rl.config.roots import RLConfig
+
+    _command("rl", RLConfig, _rl, argv)
+
+
+def _rl(config: "RLConfig") -> None:
+    from prime_rl.config.load import write_toml
+    from prime_rl.launch.local import Stopped, claim_run_dir, run_local, this_machine
+    from prime_rl.launch.plan import plan_rl
+    from prime_rl.logs import setup_logging
+    from prime_rl.paths import RunPaths
+    from prime_rl.view.console import RLConsole
+
+    specs = plan_rl(config, this_machine(os.environ))
+    claim_run_dir(config.output_dir, clean=config.clean)
+    paths = RunPaths(config.output_dir)
+    setup_logging("rl", config.log.level, paths.log("rl"))
+    write_toml(config, paths.config("rl"))
+    console = RLConsole(paths, max_steps=config.max_steps, has_server=config.inference is not None)
+    console.opening(config.model.name)
+    try:
+        run_local(specs, config.output_dir, console.tick)
+    except (KeyboardInterrupt, Stopped):
+        console.interrupted()
+        sys.exit(130)
+    console.closing()
+
+
+def sft(argv: Sequence[str] | None = None) -> None:
+    """`sft`: supervised fine-tuning in this process."""
+    from prime_rl.config.trainer import SFTConfig
+
+    _command("sft", SFTConfig, _sft, argv)
+
+
+def _sft(config: "SFTConfig") -> None:
+    from prime_rl.launch.local import claim_run_dir
+
+    claim_run_dir(config.output_dir, clean=config.clean)
+    _process("trainer", config)
+    from prime_rl.trainer.sft.train import run
+
+    run(config)
+
+
+def trainer(argv: Sequence[str] | None = None) -> None:
+    """`trainer`: the RL trainer alone."""
+    from prime_rl.config.trainer import TrainerConfig
+
+    _command("trainer", TrainerConfig, _trainer, argv)
+
+
+def _trainer(config: "TrainerConfig") -> None:
+    _process("trainer", config)
+    from prime_rl.trainer.rl.train import run
+
+    run(config)
+
+
+def orchestrator(argv: Sequence[str] | None = None) -> None:
+    """`orchestrator`: the orchestrator alone."""
+    from prime_rl.config.orchestrator import OrchestratorConfig
+
+    _command("orchestrator", OrchestratorConfig, _orchestrator, argv)
+
+
+def _orchestrator(config: "OrchestratorConfig") -> None:
+    _process("orchestrator", config)
+    from prime_rl.orchestrator.orchestrator import run
+
+    run(config)
+
+
+def inference(argv: Sequence[str] | None = None) -> None:
+    """`inference`: the inference server alone."""
+    from prime_rl.config.inference import InferenceConfig
+
+    _command("inference", InferenceConfig, _inference, argv)
+
+
+def _inference(config: "InferenceConfig") -> None:
+    _process("inference", config)
+    from prime_rl.inference.server import run
+
+    run(config)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> None:
+    """`eval`: against a running server, or with one of its own."""
+    from prime_rl.config.evals import EvalConfig
+
+    _command("eval", EvalConfig, _evaluate, argv)
+
+
+def _evaluate(config: "EvalConfig") -> None:
+    if config.client is None:
+        from prime_rl.launch.local import Stopped, run_local, this_machine
+        from prime_rl.launch.plan import plan_eval
+
+        try:
+            run_local(plan_eval(config, this_machine(os.environ)), config.output_dir)
+        except Stopped:
+            sys.exit(130)
+        return
+    _process("eval", config)
+    from prime_rl.evals.runner import run
+
+    run(config)
+
+
+COMMANDS = {
+    "rl": rl,
+    "sft": sft,
+    "eval": evaluate,
+    "inference": inference,
+    "orchestrator": orchestrator,
+    "trainer": trainer,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`prime-rl COMMAND ...`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+    elif words[0] in COMMANDS:
+        COMMANDS[words[0]](words[1:])
+    else:
+        sys.exit(f"prime-rl: no command {words[0]!r}; there are {', '.join(COMMANDS)}")
+
+
+if __name__ == "__main__":
+    main()

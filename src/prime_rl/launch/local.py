@@ -1,0 +1,186 @@
+"""Starts a plan on this machine and watches it.
+
+Each process runs in a session of its own, so that a Ctrl-C reaches the launcher alone, which then stops all of them in
+order. When one fails, the rest are stopped and the error names it, with the reason it gave and its last lines. A
+launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from prime_rl import lifeline
+from prime_rl.config.load import write_toml
+from prime_rl.errors import ConfigError, ProcessFailed
+from prime_rl.launch.plan import Machine, ProcessSpec, config_path
+from prime_rl.paths import RunPaths
+
+POLL_S = 0.2
+GRACE_S = 5.0
+NUM_LAST_LINES = 15
+OWN_ENTRIES = ("configs", "logs", "rollouts", "weights", "evals", "inference", "orchestrator", "trainer", "reward.svg")
+RESULTS = ("rollouts", "weights", "orchestrator", "trainer")
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """The GPUs and cores that processes started here would see."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = tuple(path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
+    else:
+        gpus = tuple(gpu.strip() for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1")
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(gpus=gpus, num_cpus=num_cpus)
+
+
+def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
+    """Make the run directory ours: refuse one that holds results of another run, or with `clean` delete those.
+
+    Only entries that a run makes are ever deleted. Raises ConfigError.
+    """
+    found = [name for name in RESULTS if (output_dir / name).exists()]
+    if found and not clean:
+        raise ConfigError(
+            f"{output_dir} already holds a run ({', '.join(found)}); "
+            "choose another directory with --output-dir, or delete that run with --clean"
+        )
+    if clean:
+        for name in OWN_ENTRIES:
+            entry = output_dir / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class _Running:
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class Stopped(BaseException):
+    """SIGTERM reached the launcher."""
+
+
+def run_local(specs: Sequence[ProcessSpec], output_dir: Path, on_tick: Callable[[], None] = lambda: None) -> None:
+    """Start `specs`, call `on_tick` a few times a second, and return when every process that ends by itself has.
+
+    Raises ProcessFailed when any of them fails, and when a service ends before the others are done. Whatever way this
+    function is left, nothing that it started is left running.
+    """
+    running: list[_Running] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _raise_stopped)
+    try:
+        for spec in specs:
+            running.append(_start(spec, output_dir))
+        while not _finished(running):
+            time.sleep(POLL_S)
+            on_tick()
+        on_tick()
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
+        _stop(running)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _raise_stopped(signum: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+def _start(spec: ProcessSpec, output_dir: Path) -> _Running:
+    config = config_path(spec, output_dir)
+    write_toml(spec.config, config)
+    log = RunPaths(output_dir).log(spec.name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "prime_rl.cli", spec.command, "@", str(config)]
+    env = {**os.environ, **spec.env, lifeline.VARIABLE: lifeline.launcher_token()}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=None if spec.owns_terminal else file,
+            stderr=None if spec.owns_terminal else subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return _Running(spec, process, log)
+
+
+def _finished(running: Sequence[_Running]) -> bool:
+    """Whether the run is complete; ProcessFailed when a process ended as it should not."""
+    ended = [one for one in running if one.process.poll() is not None]
+    for one in ended:
+        if one.process.returncode != 0:
+            raise ProcessFailed(_obituary(one))
+    done = all(one.process.returncode == 0 for one in running if not one.spec.is_service)
+    for one in ended:
+        if one.spec.is_service and not done:
+            raise ProcessFailed(_obituary(one))
+    return done
+
+
+def _obituary(one: _Running) -> str:
+    """Which process ended, how, the reason it gave, and its last lines."""
+    code = one.process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code == 0:
+        how = "ended before the run was complete"
+    if one.spec.owns_terminal:
+        return f"{one.spec.name} {how}"
+    with one.log.open(encoding="utf-8", errors="replace") as file:
+        lines = [line.rstrip() for line in deque(file, maxlen=NUM_LAST_LINES)]
+    reason = next((line for line in reversed(lines) if line.startswith(f"{one.spec.command}: ")), None)
+    said = f": {reason.partition(': ')[2]}" if reason else ""
+    quoted = "\n".join(f"  | {line}" for line in lines) or "  | (nothing was written)"
+    return f"{one.spec.name} {how}{said}\nthe last lines of {one.log}:\n{quoted}"
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    """Ask every process to end, then make it; descendants that left its session included."""
+    families = [family for one in running for family in _family(one)]
+    for one in running:
+        if one.process.poll() is None:
+            one.process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for one in running:
+        try:
+            one.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+    for process in families:
+        try:
+            process.kill()  # psutil checks the start time: a reused pid is never hit
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _family(one: _Running) -> list[psutil.Process]:
+    """The descendants of a process, found by ancestry and by session (which outlives the ancestor)."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != one.process.pid and os.getsid(process.pid) == one.process.pid:
+                found.append(process)
+        except (psutil.Error, ProcessLookupError, PermissionError):
+            continue
+    try:
+        found += psutil.Process(one.process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        pass
+    return found

@@ -1,0 +1,101 @@
+"""What `rl` shows while a run goes: a line a step, and at the end the reward curve and where everything lies.
+
+Everything shown is read from the run directory, so the console knows no process and can be thrown away.
+"""
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths, step_dir
+from prime_rl.view.curve import svg_curve, text_curve
+
+Row = Mapping[str, float | None]
+
+HEADER = "   step   reward  entropy  mismatch KL   gen tok/s  train tok/s  async  off-policy   step time   left"
+QUIET_S = 15.0
+
+
+class RLConsole:
+    """Prints the steps of a run as their metrics arrive. `tick` is called a few times a second."""
+
+    def __init__(self, paths: RunPaths, *, max_steps: int | None, has_server: bool) -> None:
+        self._paths = paths
+        self._max_steps = max_steps
+        self._has_server = has_server
+        self._out = Console(highlight=False, soft_wrap=True)
+        self._num_shown = 0
+        self._started = self._last_word = time.monotonic()
+
+    def opening(self, model: str) -> None:
+        """Say what is about to happen."""
+        steps = f"{self._max_steps} steps" if self._max_steps else "until stopped"
+        self._out.print(f"training {model} with asynchronous RL, {steps}; logs in {self._paths.logs}/")
+        if not self._has_server:
+            self._out.print("no \\[inference] section: no inference server is started, a running one is used")
+
+    def tick(self) -> None:
+        """Print the steps that were completed since the last call, or, after a while of silence, what is waited for."""
+        trained = read_metrics(self._paths.metrics("trainer"))
+        batches = {row["step"]: row for row in read_metrics(self._paths.metrics("orchestrator"))}
+        for row in trained[self._num_shown :]:
+            if self._num_shown == 0:
+                self._out.print(HEADER, style="bold")
+            self._num_shown += 1
+            self._last_word = time.monotonic()
+            self._out.print(self._line(row, batches.get(row["step"], {})))
+        if time.monotonic() - self._last_word > QUIET_S:
+            self._last_word = time.monotonic()
+            waiting = "the trainer" if len(batches) > len(trained) else "rollouts"
+            self._out.print(f"  {time.monotonic() - self._started:5.0f} s, {len(trained)} steps; waiting for {waiting}")
+
+    def _line(self, trained: Row, batch: Row) -> str:
+        step = int(trained["step"] or 0)
+        of = f"/{self._max_steps}" if self._max_steps else ""
+        cells = [
+            f"{step + 1:>5}{of:<3}",
+            _cell(batch, "reward/mean", "7.4f"),
+            _cell(trained, "entropy/mean", "8.4f"),
+            _cell(trained, "mismatch_kl/mean", "12.2e"),
+            _cell(batch, "perf/throughput", "11,.0f"),
+            _cell(trained, "perf/throughput", "12,.0f"),
+            _cell(batch, "async_level", "6.0f"),
+            _cell(batch, "off_policy_gap/max", "11.0f"),
+            _cell(trained, "time/step", "10.2f") + "s",
+            self._left(step),
+        ]
+        return " ".join(cells)
+
+    def _left(self, step: int) -> str:
+        if not self._max_steps:
+            return ""
+        per_step = (time.monotonic() - self._started) / (step + 1)
+        seconds = round(per_step * (self._max_steps - step - 1))
+        return f"{seconds // 60:>3}:{seconds % 60:02}"
+
+    def interrupted(self) -> None:
+        """Say what there is after a Ctrl-C."""
+        self._out.print(f"\nstopped after {self._num_shown} steps; everything so far is in {self._paths.output_dir}/")
+
+    def closing(self) -> None:
+        """The reward curve, and where weights, logs and metrics are."""
+        rows = read_metrics(self._paths.metrics("orchestrator"))
+        points = [(int(row["step"] or 0), row["reward/mean"] or 0.0) for row in rows if "reward/mean" in row]
+        if points:
+            self._paths.reward_curve.write_text(svg_curve(points, title="mean reward"), encoding="utf-8")
+            self._out.print()
+            self._out.print(text_curve([value for _, value in points], label="mean reward over steps"), markup=False)
+            self._out.print(f"reward: {points[0][1]:.3f} at the first step, {points[-1][1]:.3f} at the last")
+        paths = self._paths
+        self._out.print(f"\nweights  {step_dir(paths.weights, self._num_shown)}")
+        self._out.print(f"logs     {paths.logs}/")
+        self._out.print(f"metrics  {paths.metrics('orchestrator')}, {paths.metrics('trainer')}")
+        self._out.print(f"curve    {paths.reward_curve}")
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    value = row.get(name)
+    width = int("".join(c for c in form.partition(".")[0] if c.isdigit()))
+    return f"{'-':>{width}}" if value is None else f"{value:{form}}"
