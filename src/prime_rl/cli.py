@@ -56,7 +56,9 @@ def _command(name: str, root: type[Config], work: Callable[[Config], None], argv
         sys.exit(130)
 
 
-def _process(name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig") -> None:
+def _process(
+    name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig"
+) -> None:
     """What every process does first: log, and watch its launcher. A launched process's log is its standard error."""
     from prime_rl import lifeline
     from prime_rl.logs import setup_logging

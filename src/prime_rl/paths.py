@@ -1,13 +1,13 @@
 """Where everything of a run lies.
 
-    <output_dir>/
-      configs/<process>.toml           resolved configuration, one file a process
-      logs/<process>.log               rl, inference, orchestrator, trainer; environment workers under logs/envs/
-      <process>/metrics.jsonl          one JSON object a step
-      rollouts/step_N/                 batch N, and its rollouts in readable form
-      weights/step_N/                  the weights after N optimizer steps, Hugging Face format
-      evals/step_N/<environment>/      results of evaluating weights N
-      reward.svg                       the reward curve
+<output_dir>/
+  configs/<process>.toml           resolved configuration, one file a process
+  logs/<process>.log               rl, inference, orchestrator, trainer; environment workers under logs/envs/
+  <process>/metrics.jsonl          one JSON object a step
+  rollouts/step_N/                 batch N, and its rollouts in readable form
+  weights/step_N/                  the weights after N optimizer steps, Hugging Face format
+  evals/step_N/<environment>/      results of evaluating weights N
+  reward.svg                       the reward curve
 """
 
 from dataclasses import dataclass

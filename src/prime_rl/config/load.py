@@ -35,7 +35,7 @@ def load(root: type[Config], argv: Sequence[str], environment: Mapping[str, str]
     command = parse_argv(root, argv)
     variables = list(env_settings(root, os.environ if environment is None else environment))
     values = merge(variables, command.files, command.flags)
-    share(values, getattr(root, "shared", {}))
+    share(values, root)
     if prepare := getattr(root, "prepare", None):
         prepare(values)
     return validate(root, values)
@@ -82,7 +82,9 @@ def _without_tags(root: type[BaseModel], loc: tuple[str | int, ...]) -> Path:
     """pydantic puts the tag of a discriminated union into the location; the user wrote no such key."""
     path: Path = ()
     for index, part in enumerate(loc):
-        is_tag = bool(path) and str(part) not in keys_at(root, path) and index + 1 < len(loc) and _names_type(root, path)
+        is_tag = (
+            bool(path) and str(part) not in keys_at(root, path) and index + 1 < len(loc) and _names_type(root, path)
+        )
         if not is_tag:
             path = (*path, part)
     return path
@@ -92,12 +94,13 @@ def _names_type(root: type[BaseModel], path: Path) -> bool:
     return "type" in keys_at(root, path)
 
 
-def share(values: Values, shared: Shared) -> None:
+def share(values: Values, root: type[BaseModel]) -> None:
     """Write every shared fact once: the root fills the components, and a component's value is lifted to the root.
 
     For each root key: the places that have a value must agree (else ConfigError names both); then every place has it.
-    A component that is not configured at all (no table of its own in the mapping) is left alone.
+    An optional component that is off stays off.
     """
+    shared: Shared = getattr(root, "shared", {})
     for root_key, component_keys in shared.items():
         places = [_split(key) for key in (root_key, *component_keys)]
         given = [(path, found[0]) for path in places if (found := _lookup(values.tree, path))]
@@ -107,12 +110,13 @@ def share(values: Values, shared: Shared) -> None:
         for path, other in given[1:]:
             if str(other) != str(value):
                 raise ConfigError(
-                    f"{_dotted(first_path)} is {value!r} ({values.origin(first_path)}) but {_dotted(path)} is {other!r} "
-                    f"({values.origin(path)}); they are one value: set {root_key} only"
+                    f"{_dotted(first_path)} is {value!r} ({values.origin(first_path)}) but {_dotted(path)} is "
+                    f"{other!r} ({values.origin(path)}); they are one value: set {root_key} only"
                 )
         origin = values.origin(first_path)
         for path in places:
-            if len(path) == 1 or values.tree.get(path[0]) is not None:
+            field = root.model_fields[str(path[0])]
+            if values.get(path[:1]) is not None or field.default is not None:
                 _put(values, path, value, origin)
 
 
@@ -133,7 +137,7 @@ def _lookup(tree: Any, path: Path) -> tuple[Any] | None:
 
 
 def _put(values: Values, path: Path, value: Any, origin: str) -> None:
-    node = values.tree
+    node: Any = values.tree
     for part in path[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):

@@ -89,7 +89,9 @@ class OrchestratorConfig(BaseConfig):
     def _training_needs_a_temperature(cls, value: SamplingConfig) -> SamplingConfig:
         if value.temperature == 0:
             raise ValueError("temperature 0 is greedy: every rollout of a group would be the same; set it above 0")
-        reserved = sorted({"top_p", "top_k", "min_p", "repetition_penalty", "logits_processors"} & set(value.extra_body))
+        reserved = sorted(
+            {"top_p", "top_k", "min_p", "repetition_penalty", "logits_processors"} & set(value.extra_body)
+        )
         if reserved:
             raise ValueError(
                 f"extra_body.{reserved[0]} changes the distribution that is sampled from, which the trainer cannot "

@@ -62,8 +62,8 @@ class Values:
     def put(self, setting: Setting) -> None:
         """Lay one setting over what is there: tables merge, everything else is replaced."""
         node: Any = self.tree
-        for part in setting.path[:-1]:
-            node = _child(node, part)
+        for part, following in zip(setting.path, setting.path[1:], strict=False):
+            node = _child(node, part, is_list=isinstance(following, int))
         last = setting.path[-1]
         if isinstance(node, list):
             last = _index(node, last)
@@ -83,12 +83,11 @@ def _index(node: list[Any], part: str | int) -> int:
     return index
 
 
-def _child(node: Any, part: str | int) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part)]
-    if not isinstance(node.get(part), dict | list):
-        node[part] = {}
-    return node[part]
+def _child(node: Any, part: str | int, *, is_list: bool) -> Any:
+    key = _index(node, part) if isinstance(node, list) else part
+    if not isinstance(_get(node, key), dict | list):
+        node[key] = [] if is_list else {}
+    return node[key]
 
 
 # TOML
@@ -117,7 +116,9 @@ def toml_settings(path: FilePath, prefix: Path = (), seen: tuple[FilePath, ...] 
     yield from _walk(table, prefix, len(prefix), path, lines)
 
 
-def _walk(table: Mapping[str, Any], at: Path, skip: int, file: FilePath, lines: Mapping[Path, int]) -> Iterator[Setting]:
+def _walk(
+    table: Mapping[str, Any], at: Path, skip: int, file: FilePath, lines: Mapping[Path, int]
+) -> Iterator[Setting]:
     if len(at) > 0:
         yield Setting(at, {}, _place(file, at[skip:], lines))
     for key, value in table.items():

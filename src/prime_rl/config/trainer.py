@@ -172,7 +172,7 @@ class SFTDataConfig(BaseConfig):
     """The data set, and how it is batched."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """A JSONL or Parquet file, a directory of them, or a hub data set; rows with `messages` or `prompt`/`completion`."""
+    """A JSONL or Parquet file, a directory of them, or a hub data set; rows of `messages` or `prompt`/`completion`."""
 
     splits: tuple[str, ...] | None = None
     """Splits of a hub data set. None: `train`."""

@@ -5,6 +5,7 @@ order. When one fails, the rest are stopped and the error names it, with the rea
 launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -179,8 +180,6 @@ def _family(one: _Running) -> list[psutil.Process]:
                 found.append(process)
         except (psutil.Error, ProcessLookupError, PermissionError):
             continue
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         found += psutil.Process(one.process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        pass
     return found

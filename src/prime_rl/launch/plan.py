@@ -23,7 +23,7 @@ CPU_EXAMPLE = "rl @ examples/reverse_text_cpu/rl.toml"
 class ProcessSpec:
     """One process of a run.
 
-    Example: ProcessSpec(name="trainer", command="trainer", config=TrainerConfig(...), env={"CUDA_VISIBLE_DEVICES": "1"})
+    Example: ProcessSpec(name="trainer", command="trainer", config=trainer, env={"CUDA_VISIBLE_DEVICES": "1"})
     """
 
     name: str

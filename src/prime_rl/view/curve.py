@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -26,7 +27,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def svg_curve(points: Sequence[tuple[int, float]], *, title: str, width: int = 720, height: int = 360) -> str:

@@ -1,0 +1,119 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_rl import lifeline
+from prime_rl.config.inference import InferenceConfig, InferenceModelConfig
+from prime_rl.config.trainer import TrainerConfig, TrainerModelConfig
+from prime_rl.errors import ConfigError, ProcessFailed
+from prime_rl.launch.local import claim_run_dir, run_local, this_machine
+from prime_rl.launch.plan import ProcessSpec
+
+
+def test_a_used_run_directory_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "weights" / "step_3").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"already holds a run \(weights\).*--clean"):
+        claim_run_dir(tmp_path, clean=False)
+    assert (tmp_path / "weights" / "step_3").is_dir()
+
+
+def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
+    (tmp_path / "weights" / "step_3").mkdir(parents=True)
+    (tmp_path / "reward.svg").write_text("x")
+    (tmp_path / "notes.txt").write_text("mine")
+    claim_run_dir(tmp_path, clean=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_clean_never_follows_a_link_out_of_the_run_directory(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step_1").mkdir(parents=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "weights").symlink_to(elsewhere)
+    claim_run_dir(run, clean=True)
+    assert (elsewhere / "step_1").is_dir()
+    assert not (run / "weights").exists()
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("2,3", ("2", "3")), ("", ()), ("-1", ())])
+def test_visible_gpus_come_from_the_environment(visible, expected):
+    assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == expected
+
+
+def test_a_failing_process_is_named_with_its_reason_and_its_last_lines(tmp_path):
+    config = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
+    with pytest.raises(ProcessFailed) as caught:
+        run_local([ProcessSpec(name="trainer", command="trainer", config=config)], tmp_path)
+    text = str(caught.value)
+    assert text.startswith("trainer ended with exit code 1: ")
+    assert "nothing-here" in text.splitlines()[0]
+    assert str(tmp_path / "logs" / "trainer.log") in text
+
+
+def test_when_one_process_fails_the_others_are_stopped(tmp_path, free_port):
+    server = InferenceConfig.model_validate(
+        {"server": {"port": free_port}, "model": {"name": "examples/reverse_text_cpu/model"}}
+    )
+    broken = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
+    specs = [
+        ProcessSpec(name="inference", command="inference", config=server, is_service=True),
+        ProcessSpec(name="trainer", command="trainer", config=broken),
+    ]
+    with pytest.raises(ProcessFailed, match="trainer"):
+        run_local(specs, tmp_path)
+    mine = psutil.Process().children(recursive=True)
+    assert [child for child in mine if "prime_rl.cli" in " ".join(child.cmdline())] == []
+
+
+def test_a_service_that_ends_early_is_a_failure(tmp_path):
+    model = InferenceModelConfig(name=str(tmp_path / "nothing-here"))
+    waits_forever = TrainerConfig(model=TrainerModelConfig(name="examples/reverse_text_cpu/model"), output_dir=tmp_path)
+    specs = [
+        ProcessSpec(name="inference", command="inference", config=InferenceConfig(model=model), is_service=True),
+        ProcessSpec(name="trainer", command="trainer", config=waits_forever),
+    ]
+    with pytest.raises(ProcessFailed, match=r"^inference ended with exit code 1"):
+        run_local(specs, tmp_path)
+
+
+def test_a_process_ends_when_its_launcher_is_killed(tmp_path):
+    child = (
+        "import time; from prime_rl import lifeline; lifeline.watch_launcher(); print('up', flush=True); time.sleep(60)"
+    )
+    launcher = (
+        "import os, subprocess, sys, time; from prime_rl import lifeline\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], "
+        "env={**os.environ, lifeline.VARIABLE: lifeline.launcher_token()}, stdout=subprocess.PIPE)\n"
+        "p.stdout.readline(); print(p.pid, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child outlived its launcher"
+        time.sleep(0.05)
+
+
+def test_a_launcher_token_knows_a_reused_pid():
+    token = lifeline.launcher_token()
+    assert lifeline.is_alive(token)
+    assert not lifeline.is_alive(f"{os.getpid()}:1.00")
+    assert not lifeline.is_alive("999999999:1.00")
+
+
+def test_configs_are_written_where_a_process_can_be_started_from_alone(tmp_path: Path):
+    config = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
+    with pytest.raises(ProcessFailed):
+        run_local([ProcessSpec(name="trainer", command="trainer", config=config)], tmp_path)
+    assert (tmp_path / "configs" / "trainer.toml").exists()

@@ -1,0 +1,36 @@
+import json
+
+from prime_rl.monitors.base import FakeMonitor, FanOut, JsonlMonitor, read_metrics
+
+
+def test_rows_are_appended_and_read_back(tmp_path):
+    path = tmp_path / "trainer" / "metrics.jsonl"
+    for step in range(2):
+        monitor = JsonlMonitor(path)
+        monitor.log({"reward/mean": 0.25 * step}, step=step)
+        monitor.close()
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(path)] == [(0, 0.0), (1, 0.25)]
+
+
+def test_nan_and_infinity_are_null_in_the_file(tmp_path):
+    monitor = JsonlMonitor(tmp_path / "m.jsonl")
+    monitor.log({"a": float("nan"), "b": float("inf"), "c": 1}, step=0)
+    monitor.close()
+    row = json.loads((tmp_path / "m.jsonl").read_text())
+    assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"st')
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0}]
+    assert read_metrics(tmp_path / "missing.jsonl") == []
+
+
+def test_every_monitor_gets_every_row():
+    first, second = FakeMonitor(), FakeMonitor()
+    both = FanOut([first, second])
+    both.log({"a": 1.0}, step=3)
+    both.close()
+    assert first.rows == second.rows == [(3, {"a": 1.0})]
+    assert first.closed
+    assert second.closed

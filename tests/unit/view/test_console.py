@@ -1,0 +1,28 @@
+from prime_rl.monitors.base import JsonlMonitor
+from prime_rl.paths import RunPaths
+from prime_rl.view.console import RLConsole
+
+
+def test_a_step_is_shown_once_with_the_numbers_of_both_processes(tmp_path, capsys):
+    paths = RunPaths(tmp_path)
+    console = RLConsole(paths, max_steps=2, has_server=True)
+    orchestrator, trainer = JsonlMonitor(paths.metrics("orchestrator")), JsonlMonitor(paths.metrics("trainer"))
+    orchestrator.log(
+        {"reward/mean": 0.4375, "async_level": 1, "off_policy_gap/max": 1, "perf/throughput": 1234}, step=0
+    )
+    console.tick()
+    assert "0.4375" not in capsys.readouterr().out
+    trainer.log({"entropy/mean": 0.5, "mismatch_kl/mean": 1e-4, "perf/throughput": 99, "time/step": 1.5}, step=0)
+    console.tick()
+    console.tick()
+    out = capsys.readouterr().out
+    assert out.count("0.4375") == 1
+    for text in ("1/2", "0.5000", "1.00e-04", "1,234", "1.50s"):
+        assert text in out
+    console.closing()
+    out = capsys.readouterr().out
+    assert "0.438 at the first step" in out
+    assert str(tmp_path / "weights" / "step_1") in out
+    assert paths.reward_curve.read_text().startswith("<svg")
+    orchestrator.close()
+    trainer.close()
