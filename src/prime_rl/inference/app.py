@@ -1,0 +1,95 @@
+"""The application: every route, the key that they ask for, and how failures are answered.
+
+GET  /health                                       no key needed; 503 when the engine has failed
+GET  /v1/models, /metrics
+POST /v1/chat/completions, /v1/completions         text out
+POST /inference/v1/generate, /v1/generate          token ids in and out
+POST /tokenize
+POST /update_weights, /pause, /resume              administration
+"""
+
+import hmac
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prime_rl.inference import admin
+from prime_rl.inference.backend import RequestError
+from prime_rl.inference.chat import chat_completions
+from prime_rl.inference.completions import completions
+from prime_rl.inference.generate import generate
+from prime_rl.inference.http import HttpError, error_response
+from prime_rl.inference.service import Service
+
+
+class BearerKey:
+    """Asks for `Authorization: Bearer <key>` on every route but /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health" or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        answer = error_response("the API key is missing or wrong: send Authorization: Bearer <key>", status=401)
+        await answer(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+def build_app(service: Service, api_key: str | None) -> Starlette:
+    """The application; it does not own the backend."""
+    routes = [
+        Route("/health", admin.health, methods=["GET"]),
+        Route("/metrics", admin.metrics, methods=["GET"]),
+        Route("/v1/models", admin.models, methods=["GET"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/v1/generate", generate, methods=["POST"]),
+        Route("/tokenize", admin.tokenize, methods=["POST"]),
+        Route("/update_weights", admin.update_weights, methods=["POST"]),
+        Route("/pause", admin.pause, methods=["POST"]),
+        Route("/resume", admin.resume, methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(BearerKey, key=api_key)] if api_key else [],
+        exception_handlers={
+            HttpError: _on_http_error,
+            RequestError: _on_request_error,
+            HTTPException: _on_routing_error,
+            Exception: _on_failure,
+        },
+    )
+    app.state.service = service
+    return app
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return error_response(error.message, status=error.status, param=error.param)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    return error_response(str(error), status=400)
+
+
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(message, status=error.status_code)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    """Answer what nobody expected; Starlette raises it again, so that it is logged with its traceback."""
+    return error_response(f"the server failed: {type(error).__name__}: {error}", status=500)

@@ -1,0 +1,176 @@
+"""What the routes share: the backend, the tokenizer and the model's name, and how an answer is made.
+
+    route: parse -> prompt ids -> Choice ... -> respond(shape) -> one JSON document, or a stream of chunks
+
+A `Shape` knows how one route spells its answer; `respond` knows everything else, the same for all routes.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prime_rl.inference.backend import Backend, GenerationRequest
+from prime_rl.inference.generation import Choice, Completion, Delta, Generator
+from prime_rl.inference.http import EventStream, HttpError, json_response, until_disconnect
+from prime_rl.inference.metrics import BackendCollector, RequestMetrics
+from prime_rl.inference.requests import Limits, sampling_params, stop_strings
+from prime_rl.inference.text import Stops, TextStream
+from prime_rl.inference.tokenizer import TextTokenizer
+from prime_rl.transport.api import SamplingFields, StreamOptions
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """How a route spells its answer."""
+
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        """The answer in one document, without usage."""
+        ...
+
+    def opening(self) -> list[Json]:
+        """Chunks to send before the first token."""
+        ...
+
+    def chunk(self, delta: Delta) -> Json:
+        """One chunk of a stream."""
+        ...
+
+    def closing(self) -> Json:
+        """The chunk without choices that carries the usage at the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The served model."""
+
+    backend: Backend
+    tokenizer: TextTokenizer
+    model_name: str
+    model_root: str
+    registry: CollectorRegistry
+    generator: Generator
+    created: int = field(default_factory=lambda: int(time.time()))
+    update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def build(cls, backend: Backend, tokenizer: TextTokenizer, *, model_name: str, model_root: str) -> "Service":
+        """A service with its own registry of metrics."""
+        registry = CollectorRegistry()
+        registry.register(BackendCollector(backend, model_name))
+        generator = Generator(backend=backend, metrics=RequestMetrics(registry, model_name))
+        return cls(
+            backend=backend,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            model_root=model_root,
+            registry=registry,
+            generator=generator,
+        )
+
+    def check_health(self) -> None:
+        """Refuse everything once the engine has failed."""
+        failure = self.generator.failure
+        if failure is not None:
+            raise HttpError(f"the engine has failed ({type(failure).__name__}: {failure}); restart it", status=503)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(max_model_len=self.backend.max_model_len, vocab_size=self.backend.vocab_size)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model. A request that names none is for this one."""
+        if name is not None and name != self.model_name:
+            raise HttpError(
+                f"the model {name!r} does not exist; this server serves {self.model_name!r}", status=404, param="model"
+            )
+
+    def choices(
+        self,
+        prompt_ids: list[int],
+        fields: SamplingFields,
+        indices: range,
+        *,
+        max_tokens: int,
+        num_top_logprobs: int,
+        with_text: bool,
+    ) -> list[Choice]:
+        """One choice for each index, all of the same prompt; each is known to be one that the engine can serve."""
+        stops = Stops(strings=stop_strings(fields), include=bool(fields.include_stop_str_in_output))
+        made = []
+        for number, index in enumerate(indices):
+            sampling = sampling_params(
+                fields, max_tokens=max_tokens, num_top_logprobs=num_top_logprobs, choice=number, limits=self.limits
+            )
+            text = None
+            if with_text or stops.strings:
+                text = TextStream(
+                    self.tokenizer,
+                    prompt_ids=prompt_ids,
+                    stops=stops,
+                    skip_special_tokens=fields.skip_special_tokens is not False,
+                    min_tokens=sampling.min_tokens,
+                )
+            self.backend.check(GenerationRequest(request_id="", prompt_ids=prompt_ids, sampling=sampling))
+            made.append(
+                Choice(
+                    index=index,
+                    prompt_ids=prompt_ids,
+                    sampling=sampling,
+                    text=text,
+                    keep_stop_token_text=stops.include,
+                )
+            )
+        return made
+
+    async def respond(
+        self,
+        request: Request,
+        shape: Shape,
+        choices: list[Choice],
+        *,
+        num_prompt_tokens: int,
+        stream: bool,
+        options: StreamOptions | None,
+    ) -> Response:
+        """The answer to a request for `choices`; a client that goes away cancels them."""
+        if options is not None and not stream:
+            raise HttpError("stream_options can only be set with stream=true", param="stream_options")
+        if stream:
+            return EventStream(self._events(shape, choices, num_prompt_tokens, options or StreamOptions()))
+        completions = await until_disconnect(request.receive, self.generator.complete(choices))
+        num_sampled = sum(len(completion.tokens) for completion in completions)
+        return json_response(shape.whole(completions) | {"usage": usage(num_prompt_tokens, num_sampled)})
+
+    async def _events(
+        self, shape: Shape, choices: list[Choice], num_prompt_tokens: int, options: StreamOptions
+    ) -> AsyncGenerator[Json, None]:
+        num_sampled = 0
+        for chunk in shape.opening():
+            yield chunk
+        async with aclosing(self.generator.sample(choices)) as deltas:
+            async for delta in deltas:
+                num_sampled += len(delta.tokens)
+                chunk = shape.chunk(delta)
+                if options.continuous_usage_stats:
+                    chunk["usage"] = usage(num_prompt_tokens, num_sampled)
+                yield chunk
+        if options.include_usage:
+            yield shape.closing() | {"usage": usage(num_prompt_tokens, num_sampled)}
+
+
+def usage(num_prompt_tokens: int, num_sampled: int) -> dict[str, int]:
+    """Token counts in the OpenAI API's form."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt_tokens + num_sampled,
+    }

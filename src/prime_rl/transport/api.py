@@ -1,0 +1,240 @@
+"""The HTTP messages between the inference server and its clients, both directions in one place.
+
+    POST /update_weights          UpdateWeightsRequest -> UpdateWeightsResponse
+    POST /pause, /resume          (no body)            -> StatusResponse
+    GET  /health                  (no body)            -> HealthResponse, or 503 with ErrorResponse
+    POST /inference/v1/generate   GenerateRequest      -> GenerateResponse; /v1/generate is its older name
+
+Every 4xx and 5xx answer is an ErrorResponse. The generate route takes and returns token ids; its shape is that of
+vLLM's route of the same name, plus `versions`. Unknown fields of a request are ignored, as vLLM does; a field that is
+known but would change the result and is not implemented is refused, never ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 1024
+"""Largest number of choices that one request may ask for (`n` times the number of prompts)."""
+
+MAX_LOGPROBS = 20
+"""Largest number of alternatives reported for a token, as in the OpenAI API."""
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "content_parts": ([],),
+    "documents": ([],),
+    "echo": (False,),
+    "features": (),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_embeds": ([],),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Fields of vLLM's requests that would change the result and are not implemented, with the values (beside null) that
+ask for nothing. Any other value is refused."""
+
+
+class Message(BaseModel):
+    """Base of what a client sends: exact JSON types (no "5" for 5), finite numbers, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+class Answer(BaseModel):
+    """Base of what the server sends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingFields(Message):
+    """How to sample, in the names that vLLM and the OpenAI API share.
+
+    The defaults sample from the model's own distribution. The server does not read sampling defaults from the model's
+    `generation_config.json`: a top-k that nobody asked for would make its logprobs differ from the trainer's.
+    """
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Choices to sample for each prompt; default 1. Choice i of a seeded request samples with seed + i."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    """Divides the logits; 0 takes the most likely token; default 1."""
+
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[Int64, Field(ge=-1)] | None = None
+    """Sample among the k most likely tokens only; 0 and -1 mean all of them."""
+
+    min_p: Probability | None = None
+    """Drop tokens less likely than this share of the most likely one."""
+
+    repetition_penalty: Annotated[float, Field(gt=0.0)] | None = None
+    seed: Int64 | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens to sample; the default differs by route."""
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Neither end-of-sequence nor a stop ends the choice before this many tokens."""
+
+    stop: str | list[str] | None = None
+    """The text ends before the first of these strings."""
+
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; default true. Token ids are never left out."""
+
+
+class StreamOptions(Message):
+    """What a stream carries beside the tokens."""
+
+    include_usage: bool | None = None
+    """Send one more chunk with the token counts at the end."""
+
+    continuous_usage_stats: bool | None = None
+    """Send the token counts so far with every chunk."""
+
+
+class GenerateSampling(SamplingFields):
+    """Sampling of the generate route."""
+
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the logprob of every sampled token, with this many entries in `top_logprobs` (the sampled one first)."""
+
+
+class GenerateRequest(Message):
+    """Sample from token ids.
+
+    Example: `{"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 8, "logprobs": 1}}`
+    """
+
+    token_ids: Annotated[list[int], Field(min_length=1)]
+    sampling_params: GenerateSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    """Accepted and without effect: cached prompts are never shared across weights, the use that RL has for a salt."""
+
+
+class TokenLogprob(Answer):
+    """A token, spelled `token_id:<id>`, and its logprob under the distribution that it was sampled from."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class SampledLogprob(TokenLogprob):
+    """The sampled token of one position, and alternatives to it."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class Logprobs(Answer):
+    """One entry per sampled token."""
+
+    content: list[SampledLogprob]
+
+
+class GenerateChoice(Answer):
+    """T sampled tokens of one choice; `logprobs` is there when it was asked for."""
+
+    index: int
+    token_ids: list[int]
+    """[T]"""
+
+    versions: list[int]
+    """[T] the weights version that produced each token."""
+
+    logprobs: Logprobs | None = None
+    """[T]"""
+
+    finish_reason: Literal["stop", "length"] | None
+    """None only in chunks of a stream that are not the last."""
+
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the choice; None for end-of-sequence."""
+
+
+class Usage(Answer):
+    """Token counts of a request, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateResponse(Answer):
+    """The answer of the generate route, and one chunk of its stream (`model` and `created` are missing there)."""
+
+    request_id: str
+    model: str | None = None
+    created: int | None = None
+    choices: list[GenerateChoice]
+    usage: Usage | None = None
+
+
+class UpdateWeightsRequest(Message):
+    """Swap in the weights of a directory that the trainer published.
+
+    Example: `{"weight_dir": "/run/weights/step_3", "version": 3}`
+    """
+
+    weight_dir: Annotated[str, Field(min_length=1)]
+    version: Annotated[int, Field(ge=0)]
+
+
+class UpdateWeightsResponse(Answer):
+    """The weights now in use; `digest` is that of the directory's manifest."""
+
+    status: Literal["ok"] = "ok"
+    version: int
+    digest: str
+
+
+class StatusResponse(Answer):
+    """The answer of /pause and /resume."""
+
+    status: Literal["paused", "resumed"]
+
+
+class HealthResponse(Answer):
+    """The server is able to answer requests, with weights of this version."""
+
+    status: Literal["ok"] = "ok"
+    version: int
+
+
+class ErrorInfo(Answer):
+    """What is wrong and with which field; `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(Answer):
+    """The OpenAI API's form of an error."""
+
+    error: ErrorInfo
