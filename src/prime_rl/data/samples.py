@@ -39,9 +39,7 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _check_array(
-    owner: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int | None
-) -> None:
+def _check_array(owner: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int | None) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
         found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         raise DataError(f"{owner}: {name} must be a one-dimensional {np.dtype(dtype)} array, not {found}")
@@ -141,16 +139,12 @@ class MicroBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
         _check_array(owner, "temperatures", self.temperatures, np.float32, num_tokens)
         _check_array(owner, "seq_lens", self.seq_lens, np.int32, None)
         if len(self.seq_lens) == 0 or self.seq_lens.min() < 1 or self.seq_lens.sum() != num_tokens:
-            raise DataError(
-                f"{owner}: seq_lens {self.seq_lens.tolist()} do not add up to {num_tokens} tokens"
-            )
+            raise DataError(f"{owner}: seq_lens {self.seq_lens.tolist()} do not add up to {num_tokens} tokens")
         starts = np.cumsum(self.seq_lens) - self.seq_lens
         if self.loss_mask[starts].any():
             raise DataError(f"{owner}: the first token of a sequence is in the loss, but nothing predicts it")
         if self.temperatures.min() <= 0:
-            raise DataError(
-                f"{owner}: temperatures contains {self.temperatures.min()}; training needs one above 0"
-            )
+            raise DataError(f"{owner}: temperatures contains {self.temperatures.min()}; training needs one above 0")
 
     @property
     def num_tokens(self) -> int:

@@ -54,9 +54,7 @@ def publish_dir(final: Path) -> Iterator[Path]:
     """
     step = _step_of(final)
     if final.exists():
-        raise ArtifactError(
-            f"{final} exists already and is never overwritten; choose another output_dir or remove it"
-        )
+        raise ArtifactError(f"{final} exists already and is never overwritten; choose another output_dir or remove it")
     temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +69,13 @@ def publish_dir(final: Path) -> Iterator[Path]:
         raise ArtifactError(f"cannot write {final}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_dir(final: Path) -> None:
+    """Remove a published directory; under its final name it is whole until it is gone."""
+    hidden = final.parent / f".{final.name}.tmp-{os.getpid()}"
+    os.rename(final, hidden)
+    shutil.rmtree(hidden)
 
 
 def read_manifest(directory: Path) -> Manifest:
