@@ -35,9 +35,7 @@ def test_longer_samples_are_placed_first_and_equal_ones_keep_their_order():
 
 
 def test_per_token_streams_belong_to_their_sample():
-    (row,) = pack(
-        [sample(3, first_token=1, advantage=2.0), sample(2, first_token=2, advantage=-1.0)], seq_len=8
-    )
+    (row,) = pack([sample(3, first_token=1, advantage=2.0), sample(2, first_token=2, advantage=-1.0)], seq_len=8)
     assert row.advantages.tolist() == [2, 2, 2, -1, -1]
     assert row.temperatures.tolist() == [1.5, 1.5, 1.5, 2.5, 2.5]
     assert row.loss_mask.tolist() == [False, True, True, False, True]

@@ -49,9 +49,7 @@ def test_arrays_travel_little_endian_whatever_their_memory_layout():
     plain = encode(written)
     row = written.micro_batches[0]
     swapped = msgspec.structs.replace(row, input_ids=np.repeat(row.input_ids, 2)[::2])
-    assert (
-        encode(msgspec.structs.replace(written, micro_batches=[swapped, *written.micro_batches[1:]])) == plain
-    )
+    assert encode(msgspec.structs.replace(written, micro_batches=[swapped, *written.micro_batches[1:]])) == plain
 
 
 def test_the_reader_waits_for_the_writer(tmp_path):
@@ -62,9 +60,7 @@ def test_the_reader_waits_for_the_writer(tmp_path):
 
 
 def test_a_wait_that_ends_says_what_it_waited_for(tmp_path):
-    with pytest.raises(
-        DeadlineExceeded, match=r"no batch for step 4 appeared in .* within 0.02 s; .*batch_timeout"
-    ):
+    with pytest.raises(DeadlineExceeded, match=r"no batch for step 4 appeared in .* within 0.02 s; .*batch_timeout"):
         BatchReader(tmp_path).wait(4, timeout=0.02, poll=0.005)
 
 
@@ -119,7 +115,4 @@ def test_the_wire_form_is_plain_msgpack():
     raw = msgspec.msgpack.decode(encode(batch()))
     dtype, shape, content = raw["micro_batches"][0]["seq_lens"]
     assert dtype == "<i4"
-    assert (
-        np.frombuffer(content, dtype).reshape(shape).sum()
-        == decode(encode(batch())).micro_batches[0].num_tokens
-    )
+    assert np.frombuffer(content, dtype).reshape(shape).sum() == decode(encode(batch())).micro_batches[0].num_tokens

@@ -1,0 +1,98 @@
+"""From a configuration to a running Trainer: what RL and SFT assemble alike."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from prime_rl.config.load import load
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.lifeline import watch_launcher
+from prime_rl.logs import get_logger, setup_logging
+from prime_rl.models.hf import load_decoder
+from prime_rl.monitors.base import JsonlMonitor
+from prime_rl.paths import RunPaths
+from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
+from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.publish import WeightPublisher
+from prime_rl.trainer.streams import BatchSource, LossFunction
+from prime_rl.trainer.trainer import LoopOptions, Trainer
+
+_logger = get_logger(__name__)
+
+Config = TypeVar("Config", TrainerConfig, SFTConfig)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`. Raises: ConfigError for cuda where there is no GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU here; set device to auto or cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def train(
+    config: TrainerConfig | SFTConfig,
+    *,
+    directory: Path,
+    batches: BatchSource,
+    loss: LossFunction,
+    keep_last: int | None,
+    max_row_tokens: int,
+) -> None:
+    """Load the model of `directory`, train it as configured, close what was opened.
+
+    `keep_last`: see WeightPublisher.
+    """
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"the trainer runs as one process in this version, not as {world_size}: drop --nproc-per-node"
+        )
+    device = pick_device(config.device)
+    paths = RunPaths(config.output_dir)
+    dtype = torch.bfloat16 if config.model.optimization_dtype == "bfloat16" else torch.float32
+    model = load_decoder(str(directory), device=device, dtype=torch.float32, seed=config.seed)
+    schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
+    publisher = WeightPublisher(
+        model=model,
+        weights_dir=paths.weights,
+        assets=directory,
+        dtype=dtype,
+        max_steps=config.max_steps,
+        interval=config.weights.interval,
+        keep_last=keep_last,
+    )
+    options = LoopOptions(
+        max_steps=config.max_steps,
+        max_row_tokens=max_row_tokens,
+        autocast_dtype=None if dtype == torch.float32 else dtype,
+        min_step_time_s=config.debug.min_step_time,
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device)
+    with closing(JsonlMonitor(paths.metrics("trainer"))) as monitor:
+        Trainer(
+            model=model,
+            optimizer=ScheduledAdamW(model, config.optim, schedule),
+            batches=batches,
+            loss=loss,
+            publisher=publisher,
+            monitor=monitor,
+            meter=PerfMeter(model.config, device),
+            options=options,
+        ).run()
+
+
+def main(root: type[Config], run: Callable[[Config], None]) -> None:
+    """A train file as a script, so that `torchrun` can start it: parse the command line, then run."""
+    try:
+        config = load(root, sys.argv[1:])
+        setup_logging("trainer", config.log.level, RunPaths(config.output_dir).log("trainer"))
+        watch_launcher()
+        run(config)
+    except PrimeRLError as error:
+        sys.exit(f"trainer: {error}")

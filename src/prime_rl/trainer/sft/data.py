@@ -1,0 +1,233 @@
+"""Conversations on disk or on the hub to packed training batches.
+
+    rows -> (per epoch: order from the seed) -> rendered examples -> rows of seq_len, first fit ->
+    micro-batches
+
+Nothing is cut: an example that does not fit the batch at hand opens the next one, and one that is longer than
+`seq_len` is skipped and counted.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prime_rl.config.trainer import SFTDataConfig
+from prime_rl.data.rendering import RenderedChat
+from prime_rl.data.samples import NOT_SAMPLED, MicroBatch, TrainingBatch
+from prime_rl.errors import DataError
+from prime_rl.logs import get_logger
+
+_logger = get_logger(__name__)
+
+_SUFFIXES: Final = (".jsonl", ".parquet")
+_EXPECTED: Final = "a row needs `messages` (a list of role and content), or `prompt` and `completion`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a data set, and where it was found (file and line, for messages)."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def load_rows(config: SFTDataConfig) -> list[Row]:
+    """All rows of a data set, in order.
+
+    Raises: DataError naming the file and line that cannot be read, or the data set that cannot be found.
+    """
+    path = Path(config.name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+        if not files:
+            raise DataError(f"{path} holds no {' or '.join(_SUFFIXES)} file")
+        rows = [row for file in files for row in _read_file(file)]
+    elif path.is_file():
+        rows = list(_read_file(path))
+    elif path.suffix in _SUFFIXES or path.is_absolute():
+        raise DataError(f"data file {path} does not exist")
+    else:
+        rows = _read_hub(config.name, config.splits or ("train",))
+    if not rows:
+        raise DataError(f"data set {config.name} has no rows")
+    return rows
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file)
+    if file.suffix == ".parquet":
+        return _read_parquet(file)
+    raise DataError(f"{file} is neither {' nor '.join(_SUFFIXES)}")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: not valid JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise DataError(f"{file}:{number}: not a JSON object; {_EXPECTED}")
+            yield Row(where=f"{file}:{number}", values=values)
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable Parquet file: {error}") from error
+    for number, values in enumerate(table.to_pylist()):
+        yield Row(where=f"{file} row {number}", values=values)
+
+
+def _read_hub(name: str, splits: Sequence[str]) -> list[Row]:
+    rows = []
+    for split in splits:
+        try:
+            split_rows = datasets.load_dataset(name, split=split)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DataError(
+                f"data set {name!r}, split {split!r}, is neither a local file or directory nor on a hub that can "
+                f"be reached from here ({reason})"
+            ) from error
+        rows += [Row(where=f"{name} {split} row {i}", values=values) for i, values in enumerate(split_rows)]
+    return rows
+
+
+def conversation(row: Row) -> list[Mapping[str, Any]]:
+    """The messages of a row. A string `prompt` is a user message, a string `completion` an assistant message.
+
+    Raises: DataError naming the row and what is expected.
+    """
+    values = row.values
+    if values.get("messages") is not None:
+        return [*_messages(row, "messages", None)]
+    if values.get("prompt") is None or values.get("completion") is None:
+        raise DataError(f"{row.where}: {_EXPECTED}; it has {', '.join(sorted(values)) or 'nothing'}")
+    return [*_messages(row, "prompt", "user"), *_messages(row, "completion", "assistant")]
+
+
+def _messages(row: Row, key: str, role_of_string: str | None) -> list[Mapping[str, Any]]:
+    value = row.values[key]
+    if isinstance(value, str) and role_of_string is not None:
+        return [{"role": role_of_string, "content": value}]
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise DataError(f"{row.where}: {key} is a {type(value).__name__}; {_EXPECTED}")
+    # Tables have every column in every row: a message without tool calls has them as null.
+    return [{name: item for name, item in message.items() if item is not None} for message in value]
+
+
+Render = Callable[[Row], RenderedChat]
+
+
+class PackedExamples:
+    """Endless batches of `batch_size` packed rows; the same seed gives the same batches."""
+
+    def __init__(self, rows: Sequence[Row], render: Render, config: SFTDataConfig, *, micro_batch_tokens: int) -> None:
+        """`micro_batch_tokens`: rows are joined to micro-batches of up to this many tokens, or one row."""
+        self._rows = rows
+        self._render = render
+        self._config = config
+        self._rows_per_micro_batch = max(1, micro_batch_tokens // config.seq_len)
+        self._rendered: dict[int, RenderedChat] = {}
+        self._examples = self._stream()
+        self._carry: list[RenderedChat] = []
+
+    def next(self, step: int) -> TrainingBatch:
+        """The next batch; calls must come in the order of steps.
+
+        Raises: DataError naming a row that is malformed, or saying that no row at all can be trained on.
+        """
+        packed = self._pack_rows()
+        size = self._rows_per_micro_batch
+        groups = [packed[start : start + size] for start in range(0, len(packed), size)]
+        micro_batches = [_micro_batch([example for row in group for example in row]) for group in groups]
+        return TrainingBatch(
+            step=step,
+            micro_batches=micro_batches,
+            num_loss_tokens=sum(micro_batch.num_loss_tokens for micro_batch in micro_batches),
+            min_version=NOT_SAMPLED,
+            max_version=NOT_SAMPLED,
+        )
+
+    def _pack_rows(self) -> list[list[RenderedChat]]:
+        """Fill `batch_size` rows first-fit until as many examples found no room, and carry those over."""
+        num_rows = self._config.batch_size
+        packed: list[list[RenderedChat]] = [[] for _ in range(num_rows)]
+        room = [self._config.seq_len] * num_rows
+        waiting, self._carry = self._carry, []
+        while len(self._carry) < num_rows and any(room):
+            example = waiting.pop(0) if waiting else next(self._examples)
+            length = len(example.token_ids)
+            target = next((number for number, free in enumerate(room) if free >= length), None)
+            if target is None:
+                self._carry.append(example)
+            else:
+                packed[target].append(example)
+                room[target] -= length
+        self._carry += waiting
+        return [row for row in packed if row]
+
+    def _stream(self) -> Iterator[RenderedChat]:
+        """Usable examples, epoch after epoch."""
+        epoch = 0
+        while True:
+            order = np.arange(len(self._rows))
+            if self._config.shuffle:
+                np.random.default_rng([self._config.seed, epoch]).shuffle(order)
+            num_long = num_unmasked = 0
+            for index in order.tolist():
+                example = self._example(index)
+                if len(example.token_ids) > self._config.seq_len:
+                    num_long += 1
+                elif not example.loss_mask.any():
+                    num_unmasked += 1
+                else:
+                    yield example
+            self._report_epoch(epoch, num_long, num_unmasked)
+            epoch += 1
+
+    def _example(self, index: int) -> RenderedChat:
+        """Rendered once and kept: 5 bytes a token."""
+        if index not in self._rendered:
+            row = self._rows[index]
+            try:
+                self._rendered[index] = self._render(row)
+            except DataError as error:
+                raise error if row.where in str(error) else DataError(f"{row.where}: {error}") from error
+        return self._rendered[index]
+
+    def _report_epoch(self, epoch: int, num_long: int, num_unmasked: int) -> None:
+        used = len(self._rows) - num_long - num_unmasked
+        seq_len = self._config.seq_len
+        skipped = f"{num_long} are longer than seq_len = {seq_len}, {num_unmasked} have nothing to train on"
+        if used == 0:
+            raise DataError(f"none of the {len(self._rows)} rows of {self._config.name} can be trained on: {skipped}")
+        if epoch == 0 and used < len(self._rows):
+            _logger.warning("Skipped %d of %d rows: %s", len(self._rows) - used, len(self._rows), skipped)
+        _logger.debug("Epoch %d is done: %d examples", epoch, used)
+
+
+def _micro_batch(examples: Sequence[RenderedChat]) -> MicroBatch:
+    token_ids = np.concatenate([example.token_ids for example in examples])
+    zeros = np.zeros(len(token_ids), np.float32)
+    return MicroBatch(
+        input_ids=token_ids,
+        loss_mask=np.concatenate([example.loss_mask for example in examples]),
+        advantages=zeros,
+        inference_logprobs=zeros,
+        temperatures=np.ones(len(token_ids), np.float32),
+        seq_lens=np.array([len(example.token_ids) for example in examples], np.int32),
+    )

@@ -1,0 +1,84 @@
+"""What flows through a training step: a micro-batch on the device, the streams a loss sees, its result.
+
+Only tokens in the loss pass through the head. Shape suffixes: T tokens of the packed row, N tokens in the
+loss.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_rl.data.samples import MicroBatch, TrainingBatch
+
+
+class BatchSource(Protocol):
+    """Where batches come from. `next` blocks until batch `step` is there."""
+
+    def next(self, step: int) -> TrainingBatch: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """One micro-batch as tensors. Token i is predicted by the hidden state of token i - 1.
+
+    Example: one sequence [5, 9, 7, 2] with the last two in the loss -> predictors_N [1, 2], targets_N [7, 2]
+    """
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    seq_lens: list[int]
+    predictors_N: Tensor
+    targets_N: Tensor
+    temperatures_N: Tensor
+    advantages_N: Tensor
+    inference_logprobs_N: Tensor
+
+    @classmethod
+    def from_numpy(cls, batch: MicroBatch, device: torch.device) -> "DeviceBatch":
+        in_loss_N = np.flatnonzero(batch.loss_mask)
+
+        def ints(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(device)
+
+        def floats(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array[in_loss_N]).to(device)
+
+        return cls(
+            input_ids_T=ints(batch.input_ids),
+            positions_T=ints(batch.positions),
+            seq_lens=batch.seq_lens.tolist(),
+            predictors_N=ints(in_loss_N - 1),
+            targets_N=ints(batch.input_ids[in_loss_N]),
+            temperatures_N=floats(batch.temperatures),
+            advantages_N=floats(batch.advantages),
+            inference_logprobs_N=floats(batch.inference_logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStreams:
+    """What a loss sees of the tokens in the loss; all float32 [N]. Only `logprobs_N` carries gradients."""
+
+    logprobs_N: Tensor
+    """Under the weights being trained, at the sampling temperature."""
+    entropies_N: Tensor
+    """Of the distribution each token was predicted by, in nats."""
+    inference_logprobs_N: Tensor
+    """Under the weights that sampled the token; 0 for SFT."""
+    advantages_N: Tensor
+    """0 for SFT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """A loss summed over tokens, which the trainer divides by those of the whole batch; detached metrics [N]."""
+
+    loss_sum: Tensor
+    metrics_N: Mapping[str, Tensor]
+
+
+LossFunction = Callable[[TokenStreams], LossOutput]

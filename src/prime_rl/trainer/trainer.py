@@ -1,0 +1,228 @@
+"""The training loop, one for RL and SFT.
+
+    BatchSource --batch n--> micro-batches: forward, loss, backward -> clip -> AdamW -> Publisher --weights n+1-->
+                                                                                 |
+                                                                                 +-> Monitor (metrics of step n)
+
+    consumes     waits for                                   unblocked by
+    batch n      rollouts/step_n complete (SFT: its data)    the orchestrator's BatchWriter
+    weights n    nothing, it holds them                      its own step n - 1
+
+RL and SFT differ in the batch source, the loss and the publisher that they pass in.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prime_rl.data.samples import TrainingBatch
+from prime_rl.errors import DataError, PrimeRLError
+from prime_rl.logs import get_logger
+from prime_rl.models.attention import PackedAttention
+from prime_rl.models.decoder import Decoder
+from prime_rl.monitors.base import Monitor
+from prime_rl.trainer.head import token_logprobs
+from prime_rl.trainer.optim import ScheduledAdamW
+from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, LossOutput, TokenStreams
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """How long to run, and how to compute."""
+
+    max_steps: int | None
+    max_row_tokens: int
+    """Longest micro-batch that the trainer accepts."""
+    autocast_dtype: torch.dtype | None = None
+    """Data type of matmuls in forward and backward; None: that of the weights, float32."""
+    min_step_time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """What forward and backward over a batch leave besides `.grad`."""
+
+    losses: list[float]
+    """Per micro-batch, already divided by the loss tokens of the batch: they add up to the loss."""
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Turns batch n and weights n into weights n + 1, until `max_steps`."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        optimizer: ScheduledAdamW,
+        batches: BatchSource,
+        loss: LossFunction,
+        publisher: Publisher,
+        monitor: Monitor,
+        meter: PerfMeter,
+        options: LoopOptions,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._loss = loss
+        self._publisher = publisher
+        self._monitor = monitor
+        self._meter = meter
+        self._options = options
+        self._device = next(model.parameters()).device
+
+    def run(self) -> None:
+        """Train from step 0.
+
+        Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError
+        for a batch that does not fit the model; PrimeRLError for a loss or gradient that is not finite;
+        ArtifactError for weights that cannot be written.
+        """
+        max_steps = self._options.max_steps
+        for step in itertools.count() if max_steps is None else range(max_steps):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        start = time.perf_counter()
+        batch = self._batches.next(step)
+        self._check_fit(batch)
+        received = time.perf_counter()
+        metrics = self._train(step, batch)
+        trained = time.perf_counter()
+        time.sleep(max(0.0, self._options.min_step_time_s - (trained - received)))
+        before_publish = time.perf_counter()
+        self._publisher.publish(step + 1)
+        end = time.perf_counter()
+        metrics |= self._meter.measure(batch, end - start)
+        metrics |= {
+            "time/step": end - start,
+            "time/wait_for_batch": received - start,
+            "time/forward_backward": trained - received,
+            "time/publish": end - before_publish,
+            "progress/tokens": batch.num_tokens,
+            "progress/loss_tokens": batch.num_loss_tokens,
+            "progress/sequences": batch.num_sequences,
+        }
+        self._monitor.log(metrics, step=step)
+        _logger.info(format_step(step, metrics))
+
+    def _check_fit(self, batch: TrainingBatch) -> None:
+        vocab_size, longest = self._model.config.vocab_size, self._options.max_row_tokens
+        for row in batch.micro_batches:
+            if row.input_ids.max() >= vocab_size:
+                raise DataError(
+                    f"batch {batch.step} holds token {row.input_ids.max()}, the model has {vocab_size} tokens: its "
+                    "data were made with another model's tokenizer"
+                )
+            if row.num_tokens > longest:
+                raise DataError(
+                    f"batch {batch.step} holds a micro-batch of {row.num_tokens} tokens, more than the trainer's "
+                    f"model.seq_len = {longest}; set both to one value"
+                )
+
+    def _train(self, step: int, batch: TrainingBatch) -> dict[str, float]:
+        """One optimizer step. The weights stay as they are when nothing is in the loss or anything is not finite."""
+        if batch.num_loss_tokens == 0:
+            _logger.warning("Step %d: no token of the batch is in the loss, so the weights stay as they are", step)
+            return {"loss/mean": 0.0, "optim/grad_norm": 0.0}
+        gradients = self._forward_backward(batch)
+        grad_norm = self._optimizer.clip()
+        metrics = {
+            **gradients.metrics,
+            "loss/mean": math.fsum(gradients.losses),
+            "optim/grad_norm": grad_norm,
+        }
+        if not (math.isfinite(metrics["loss/mean"]) and math.isfinite(grad_norm)):
+            self._monitor.log(metrics, step=step)
+            raise PrimeRLError(_not_finite(step, gradients.losses, grad_norm))
+        return metrics | {"optim/lr": self._optimizer.apply(step)}
+
+    def _forward_backward(self, batch: TrainingBatch) -> _Gradients:
+        """Accumulate the gradients of the batch's loss, averaged over all its loss tokens."""
+        losses: list[Tensor] = []
+        metrics: dict[str, list[Tensor]] = {}
+        for row in batch.micro_batches:
+            output = self._forward(DeviceBatch.from_numpy(row, self._device))
+            loss = output.loss_sum / batch.num_loss_tokens
+            loss.backward()
+            losses.append(loss.detach())
+            for name, values_N in output.metrics_N.items():
+                metrics.setdefault(name, []).append(values_N)
+        return _Gradients(losses=torch.stack(losses).tolist(), metrics=_summarise(metrics))
+
+    def _forward(self, batch: DeviceBatch) -> LossOutput:
+        with self._autocast():
+            attention = PackedAttention(batch.seq_lens, self._device)
+            hidden_TH = self._model(batch.input_ids_T, batch.positions_T, attention)
+            logprobs_N, entropies_N = token_logprobs(
+                self._model.logits,
+                hidden_TH[batch.predictors_N],
+                batch.targets_N,
+                batch.temperatures_N,
+                vocab_size=self._model.config.vocab_size,
+            )
+        return self._loss(
+            TokenStreams(
+                logprobs_N=logprobs_N,
+                entropies_N=entropies_N,
+                inference_logprobs_N=batch.inference_logprobs_N,
+                advantages_N=batch.advantages_N,
+            )
+        )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = self._options.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+
+
+def _summarise(metrics: Mapping[str, list[Tensor]]) -> dict[str, float]:
+    """Mean and maximum of every per-token metric over the tokens of all micro-batches."""
+    summary: dict[str, float] = {}
+    for name, pieces in metrics.items():
+        values = torch.cat(pieces)
+        summary[f"{name}/mean"] = float(values.mean())
+        summary[f"{name}/max"] = float(values.max())
+    return summary
+
+
+def _not_finite(step: int, losses: list[float], grad_norm: float) -> str:
+    culprits = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+    if culprits:
+        what = f"the loss of micro-batch {culprits[0]} of {len(losses)} is {losses[culprits[0]]}"
+    else:
+        what = f"the gradient norm is {grad_norm}"
+    return (
+        f"step {step}: {what}; training stopped before these gradients reached the weights. Look at mismatch_kl/max "
+        "and entropy/mean of the last steps in the metrics file: if they rose, lower optim.lr; if not, the weights "
+        "this run started from may hold values that are not finite"
+    )
+
+
+_FIELDS = (
+    ("time/step", "Time: {:.2f}s"),
+    ("loss/mean", "Loss: {:.4f}"),
+    ("entropy/mean", "Entropy: {:.4f}"),
+    ("mismatch_kl/mean", "Mismatch KL: {:.4f}"),
+    ("optim/grad_norm", "Grad. Norm: {:.4f}"),
+    ("optim/lr", "LR: {:.2e}"),
+    ("perf/throughput", "Throughput: {:.0f} tokens/s"),
+    ("perf/mfu", "MFU: {:.1f}%"),
+    ("perf/peak_memory_gib", "Peak Mem.: {:.1f} GiB"),
+)
+
+
+def format_step(step: int, metrics: Mapping[str, float]) -> str:
+    """The log line of a step; a metric that the step does not have is left out."""
+    fields = [template.format(metrics[name]) for name, template in _FIELDS if name in metrics]
+    return " | ".join([f"Step {step}", *fields])
