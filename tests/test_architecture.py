@@ -1,0 +1,136 @@
+"""What the documents promise about the shape of the code, held by a machine."""
+
+import ast
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from prime_rl.config.evals import EvalConfig
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.load import load
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.schema import target_of
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src" / "prime_rl").rglob("*.py")) + sorted((ROOT / "environments").rglob("*.py"))
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
+ROOTS = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvalConfig,
+    "train": TrainerConfig,
+    "trainer": TrainerConfig,
+    "orch": OrchestratorConfig,
+    "infer": InferenceConfig,
+}
+
+
+def sections(root: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield root
+    for field in root.model_fields.values():
+        for section in target_of(field.annotation).sections:
+            yield from sections(section)
+
+
+ALL_SECTIONS = sorted({s for root in ROOTS.values() for s in sections(root)}, key=lambda s: s.__name__)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_import_contracts_hold():
+    lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    result = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_no_function_is_longer_than_a_screen_and_no_file_longer_than_a_sitting():
+    long_functions = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in functions(path)
+        if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long_functions == []
+    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    names = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
+    assert not names & {"utils", "util", "common", "helpers", "misc"}
+
+
+def test_every_unit_test_file_mirrors_a_module():
+    for path in (ROOT / "tests" / "unit").rglob("test_*.py"):
+        relative = path.relative_to(ROOT / "tests" / "unit")
+        if relative.parts[0] in ("examples", "reverse_text", "benchmarks", "scripts"):
+            continue  # these test things outside the package
+        module = ROOT / "src" / "prime_rl" / relative.parent / (path.stem.removeprefix("test_") + ".py")
+        package = module.with_suffix("")
+        assert module.exists() or package.is_dir(), f"{relative} tests no module"
+
+
+@pytest.mark.parametrize("section", ALL_SECTIONS, ids=lambda s: s.__name__)
+def test_every_configuration_key_is_documented(section):
+    for name, field in section.model_fields.items():
+        is_section = bool(target_of(field.annotation).sections)
+        is_obvious = name in ("type", "system", "user", "assistant", "tool")
+        assert field.description or is_section or is_obvious, f"{section.__name__}.{name} has no docstring"
+
+
+def test_every_configuration_key_is_read_outside_the_configuration():
+    readers = [path for path in SOURCES if "config" not in path.relative_to(ROOT).parts]
+    read = {
+        node.attr
+        for path in [*readers, ROOT / "src/prime_rl/config/orchestrator.py"]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    shared = {key.rpartition(".")[2] for key in RLConfig.shared}
+    unread = {
+        f"{section.__name__}.{name}"
+        for section in ALL_SECTIONS
+        for name in section.model_fields
+        if name not in read and name not in shared and name != "type"
+    }
+    assert unread == set()
+
+
+EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_example_loads(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    load(ROOTS[path.stem], ["@", str(path)], {})
+
+
+def test_there_are_examples():
+    assert {path.parent.name for path in EXAMPLES} >= {"reverse_text", "reverse_text_cpu", "rl"}
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "inference", "orchestrator", "trainer"])
+def test_help_loads_neither_torch_nor_verifiers(command):
+    code = (
+        "import sys; from prime_rl.cli import main; main([sys.argv[1], '--help'])\n"
+        "heavy = {'torch', 'transformers', 'verifiers', 'datasets', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'--help loaded {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: {command}")
+
+
+def test_the_eval_command_is_ours():
+    script = Path(sysconfig.get_path("scripts")) / "eval"
+    assert "prime_rl" in script.read_text()
