@@ -20,6 +20,10 @@ class RequestError(PrimeRLError, ValueError):
     """A request can never be served: it is malformed, too long, or larger than the cache. Nothing was queued."""
 
 
+class EngineFailed(PrimeRLError):
+    """The engine stopped, by a failure or by `close`; requests in flight end with this, and later ones begin with it."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended: a stop token, `max_tokens` or the model's length, or somebody ended it."""
 
@@ -82,6 +86,9 @@ class GenerationRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    stream: bool = True
+    """False: one item with all tokens at the end. Cheaper by one wake-up of the event loop per token, so whoever needs
+    neither tokens as they come nor stop strings should ask for it."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -115,6 +122,8 @@ class EngineStats:
     steps_total: int = 0
     version: int = 0
     paused: bool = False
+    error: str | None = None
+    """Why the engine stopped; None while it works."""
 
 
 class Backend(Protocol):
@@ -127,7 +136,8 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[TokenOutput], None]:
         """Tokens as they come: each item is all that arrived since the last one.
 
-        The first `__anext__` raises RequestError for a request that can never be served. Closing the iterator, or
+        The first `__anext__` raises RequestError for a request that can never be served; any may raise EngineFailed.
+        A completion that reaches `max_model_len` (prompt included) ends there with reason "length". Closing the iterator, or
         cancelling the task that waits on it, ends the request and frees its blocks.
         """
         ...

@@ -50,10 +50,9 @@ class FakeBackend:
         request.sampling.validate()
         if not request.prompt_ids:
             raise RequestError("the prompt is empty")
-        if len(request.prompt_ids) + request.sampling.max_tokens > self.max_model_len:
+        if len(request.prompt_ids) >= self.max_model_len:
             raise RequestError(
-                f"prompt ({len(request.prompt_ids)}) and max_tokens ({request.sampling.max_tokens}) exceed "
-                f"the model's length of {self.max_model_len}"
+                f"the prompt has {len(request.prompt_ids)} tokens; the limit is {self.max_model_len - 1}"
             )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[TokenOutput], None]:
@@ -61,6 +60,7 @@ class FakeBackend:
         self.requests.append(request)
         self.running.add(request.request_id)
         finished = False
+        held: list[TokenOutput] = []
         try:
             for index in range(request.sampling.max_tokens):
                 await asyncio.sleep(0)
@@ -70,7 +70,10 @@ class FakeBackend:
                 output = self._token(request, index)
                 self.generated += 1
                 finished = output.finish_reason is not None
-                yield [output]
+                held.append(output)
+                if request.stream or finished:
+                    yield held
+                    held = []
                 if finished:
                     return
         finally:
@@ -86,7 +89,7 @@ class FakeBackend:
         ends = token in sampling.stop_token_ids or (token in self.eos_token_ids and not sampling.ignore_eos)
         if ends and index + 1 > sampling.min_tokens:
             reason = FinishReason.STOP
-        elif index + 1 == sampling.max_tokens:
+        elif index + 1 == sampling.max_tokens or len(request.prompt_ids) + index + 1 == self.max_model_len:
             reason = FinishReason.LENGTH
         others = ((token + rank, logprob - rank) for rank in range(sampling.num_top_logprobs))
         return TokenOutput(

@@ -4,13 +4,16 @@
 and values to a block cache and attends to what lies there. Both take the rotated queries and keys of all tokens of a
 step and return the mixed values.
 
-Shape suffixes: T tokens of the row, S sequences of a group, L padded length of a group, H query heads,
-K key/value heads, D head size.
+Shape suffixes: T tokens of the row, S sequences, L padded query length, C padded context length, H query heads,
+K key/value heads, D head size, N blocks, B positions of a block.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,7 +90,119 @@ class PackedAttention:
 def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int]) -> Tensor:
     """Causal attention of S sequences of L tokens each, given and returned as [S * L, heads, D]."""
     q_SHLD, k_SKLD, v_SKLD = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q_SHLD, k_SKLD, v_SKLD, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = F.scaled_dot_product_attention(q_SHLD, k_SKLD, v_SKLD, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedCache:
+    """Keys and values of all layers in blocks. Keys lie transposed, so that 16 positions make one vector."""
+
+    keys: Tensor
+    """[layers, N, K, D, B]"""
+    values: Tensor
+    """[layers, N, K, B, D]"""
+
+    @classmethod
+    def allocate(
+        cls, shape: tuple[int, int, int, int], block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "PagedCache":
+        """A zeroed cache; `shape` is (layers, N, K, D). On the CPU memory is taken as it is used."""
+        layers, num_blocks, kv_heads, head_dim = shape
+
+        def zeros(*sizes: int) -> Tensor:
+            if device.type != "cpu":
+                return torch.zeros(sizes, dtype=dtype, device=device)
+            # numpy's zeros come from the operating system untouched; torch's would be written, page by page.
+            return torch.from_numpy(np.zeros(sizes, dtype=f"u{dtype.itemsize}")).view(dtype)
+
+        return cls(
+            keys=zeros(layers, num_blocks, kv_heads, head_dim, block_size),
+            values=zeros(layers, num_blocks, kv_heads, block_size, head_dim),
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[-1]
+
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedStep:
+    """Which tokens of which sequences one engine step computes; all arrays int32.
+
+    Example: two sequences decode, at positions 4 and 20, with blocks of 16: lengths [1, 1], contexts [5, 21],
+    positions [4, 20], tables [[7, 0], [3, 9]].
+    """
+
+    lengths: IntArray
+    """[S] tokens computed now; the row holds them end to end."""
+    contexts: IntArray
+    """[S] positions known after this step."""
+    positions: IntArray
+    """[T]"""
+    tables: IntArray
+    """[S, max blocks] block numbers; what lies behind a sequence's own is not read."""
+
+
+class PagedAttention:
+    """Attention of one engine step over a block cache: writes the step's keys and values, then attends to them all.
+
+    Everything of a layer is written before any token attends, so sequences may share blocks written in the same step.
+    """
+
+    def __init__(self, cache: PagedCache, step: PagedStep) -> None:
+        device = cache.keys.device
+        self.cache = cache
+        size = cache.block_size
+        owner_T = np.repeat(np.arange(len(step.lengths)), step.lengths)
+        blocks_T = step.tables[owner_T, step.positions // size]
+        self._blocks_T = torch.from_numpy(blocks_T.astype(np.int64)).to(device)
+        self._offsets_T = torch.from_numpy((step.positions % size).astype(np.int64)).to(device)
+        self._groups = [_PagedGroup(members, step, size, device) for members in group_by_length(step.contexts.tolist())]
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self._blocks_T, :, :, self._offsets_T] = k_TKD.to(keys.dtype)
+        values[self._blocks_T, :, self._offsets_T] = v_TKD.to(values.dtype)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            group.attend(q_THD, keys, values, out_THD)
+        return out_THD
+
+
+class _PagedGroup:
+    """Sequences of similar context, padded to [S, L] queries and [S, C] positions of context."""
+
+    def __init__(self, members: list[int], step: PagedStep, block_size: int, device: torch.device) -> None:
+        lengths, contexts = step.lengths[members], step.contexts[members]
+        starts = (np.cumsum(step.lengths) - step.lengths)[members]
+        width, num_blocks = int(lengths.max()), -(-int(contexts.max()) // block_size)
+        column = np.arange(width)
+        real_SL = column[None] < lengths[:, None]
+        tokens_SL = starts[:, None] + np.minimum(column[None], lengths[:, None] - 1)
+        # The last query sees the whole context, each one before it a position less.
+        last_seen_SL = step.positions[tokens_SL]
+        mask_SLC = np.arange(num_blocks * block_size)[None, None] <= last_seen_SL[:, :, None]
+        # Beyond its own blocks a table row holds stale numbers: read the first block there, hidden by the mask.
+        own = np.arange(num_blocks)[None] < -(-contexts[:, None] // block_size)
+        tables_SN = np.where(own, step.tables[members, :num_blocks], step.tables[members, :1])
+
+        self._shape = tokens_SL.shape
+        self._gather = torch.from_numpy(tokens_SL.astype(np.int64).reshape(-1)).to(device)
+        self._places = torch.from_numpy(np.flatnonzero(real_SL)).to(device)
+        self._tokens = torch.from_numpy(tokens_SL[real_SL].astype(np.int64)).to(device)
+        self._mask = torch.from_numpy(mask_SLC).to(device)[:, None]
+        self._tables = torch.from_numpy(tables_SN.astype(np.int64)).to(device)
+
+    def attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, out_THD: Tensor) -> None:
+        """Write the outputs of this group's tokens to their places of `out_THD`."""
+        q_SHLD = q_THD[self._gather].view(*self._shape, *q_THD.shape[1:]).transpose(1, 2)
+        k_SKCD = keys[self._tables].permute(0, 2, 1, 4, 3).flatten(2, 3).to(q_THD.dtype)
+        v_SKCD = values[self._tables].permute(0, 2, 1, 3, 4).flatten(2, 3).to(q_THD.dtype)
+        out = F.scaled_dot_product_attention(
+            q_SHLD, k_SKCD, v_SKCD, attn_mask=self._mask, enable_gqa=q_SHLD.shape[1] != k_SKCD.shape[1]
+        )
+        out_THD[self._tokens] = out.transpose(1, 2).flatten(0, 1)[self._places]

@@ -94,7 +94,7 @@ def load_decoder(
 ) -> Decoder:
     """The decoder of a model directory or hub model, on `device` in `dtype`.
 
-    Without weights in the directory the parameters are drawn from `seed`, the same on every device, and the log says so.
+    Without weights in the directory the parameters are drawn from `seed`, alike on every device; the log says so.
     """
     directory = resolve_model(name)
     decoder = empty_decoder(load_config(directory), device=device, dtype=dtype)
@@ -133,14 +133,15 @@ def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
-@torch.no_grad()
-def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
-    """Copy tensors into the parameters in place, converting dtype and device.
+def match_hf_tensors(
+    decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of (parameter, tensor to copy into it), checked as they pass.
 
-    ModelError names tensors that are unexpected or of another shape and, when `strict`, those that are missing.
+    ModelError names tensors that are unexpected or of another shape and, at the end when `strict`, those missing.
     """
     parameters = dict(decoder.named_parameters())
-    loaded: set[str] = set()
+    missing = set(parameters)
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry; ours is computed
             continue
@@ -148,16 +149,23 @@ def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, 
             continue
         if name not in parameters:
             raise ModelError(f"tensor {name} is unexpected in a {decoder.config.model_type} model of this config.json")
-        if parameters[name].shape != tensor.shape:
+        parameter = parameters[name]
+        if parameter.shape != tensor.shape:
             raise ModelError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(parameters[name].shape)}"
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(parameter.shape)}"
             )
-        parameters[name].copy_(tensor)
-        loaded.add(name)
-    missing = sorted(parameters.keys() - loaded)
+        missing.discard(name)
+        yield parameter, tensor
     if strict and missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelError(f"the weights lack {len(missing)} tensors: {shown}")
+
+
+@torch.no_grad()
+def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
+    """Copy tensors into the parameters in place, converting dtype and device; ModelError as `match_hf_tensors`."""
+    for parameter, tensor in match_hf_tensors(decoder, tensors, strict=strict):
+        parameter.copy_(tensor)
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,0 +1,86 @@
+"""Computes one scheduled step: arrays from chunks, the decoder over the block cache, one sampled token a sequence."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_rl.inference.engine.sampler import Sampled, Sampler
+from prime_rl.inference.engine.scheduler import Chunk, Sequence
+from prime_rl.models.attention import PagedAttention, PagedCache, PagedStep
+from prime_rl.models.decoder import Decoder
+from prime_rl.models.hf import match_hf_tensors
+from prime_rl.transport.weights import read_weights
+
+
+class Runner:
+    """Holds the decoder, the cache and the block table of the running sequences. Knows nothing of requests' ends."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.device = cache.keys.device
+        self.sampler = Sampler(self.device)
+        max_blocks = -(-max_model_len // cache.block_size)
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+
+    @torch.inference_mode()
+    def step(self, chunks: Seq[Chunk]) -> tuple[list[Sequence], Sampled | None]:
+        """Compute all chunks; returns the sequences whose every token is computed, and what was sampled for them."""
+        ids_T, step = self._arrays(chunks)
+        positions_T = torch.from_numpy(step.positions).to(self.device)
+        hidden_TH = self.decoder(ids_T.to(self.device), positions_T, PagedAttention(self.cache, step))
+        complete = [chunk.sequence.num_computed == len(chunk.sequence.tokens) for chunk in chunks]
+        sequences = [chunk.sequence for chunk, done in zip(chunks, complete, strict=True) if done]
+        if not sequences:
+            return [], None
+        if len(sequences) < len(ids_T):
+            last = np.cumsum(step.lengths) - 1
+            hidden_TH = hidden_TH[torch.from_numpy(last[np.array(complete)]).to(self.device)]
+        return sequences, self.sampler.sample(self.decoder.logits(hidden_TH), sequences)
+
+    def _arrays(self, chunks: Seq[Chunk]) -> tuple[Tensor, PagedStep]:
+        """Token ids [T] of the step, and where its tokens stand."""
+        ids: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        contexts: list[int] = []
+        rows: list[int] = []
+        for chunk in chunks:
+            sequence, start, length = chunk.sequence, chunk.start, chunk.length
+            if length == 1:
+                ids.append(sequence.tokens[start])
+                positions.append(start)
+            else:
+                ids += sequence.tokens[start : start + length]
+                positions += range(start, start + length)
+            lengths.append(length)
+            contexts.append(start + length)
+            rows.append(sequence.row)
+            if sequence.num_blocks_in_table < len(sequence.blocks):
+                first = sequence.num_blocks_in_table
+                self._tables[sequence.row, first : len(sequence.blocks)] = sequence.blocks[first:]
+                sequence.num_blocks_in_table = len(sequence.blocks)
+        step = PagedStep(
+            lengths=np.array(lengths, dtype=np.int32),
+            contexts=np.array(contexts, dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            tables=self._tables[rows],
+        )
+        return torch.tensor(ids, dtype=torch.int64), step
+
+    def read_weights(self, weight_dir: Path) -> list[tuple[Tensor, Tensor]]:
+        """Read and check a weights directory without touching the model; safe in any thread.
+
+        Raises: ArtifactError when the directory is incomplete or damaged, ModelError when it does not fit the model.
+        """
+        return list(match_hf_tensors(self.decoder, read_weights(weight_dir)))
+
+    @torch.inference_mode()
+    def swap_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy what `read_weights` returned into the model."""
+        for parameter, tensor in pairs:
+            parameter.copy_(tensor)

@@ -1,0 +1,145 @@
+"""From logits to tokens: penalties, filters, one draw per row, and the logprob of what was drawn.
+
+A draw is the inverse of the cumulative distribution at a number in [0, 1) that is a function of the request's seed and
+the token's index alone, so it depends on nothing that runs beside it.
+
+Shape suffixes: S rows (sequences), V vocabulary.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prime_rl.inference.engine.scheduler import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One token a row: ids, logprobs and, for rows that asked, the most likely (id, logprob) pairs."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: dict[int, tuple[tuple[int, float], ...]]
+
+
+def uniform(seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Numbers in [0, 1 - 2**-23], one per (seed, index): two rounds of splitmix64's finaliser over a counter."""
+    mixed = _mix(seeds ^ _mix(indices * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)))
+    return ((mixed >> np.uint64(41)) * np.float64(2.0**-23)).astype(np.float32)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+class Sampler:
+    """Samples for a changing set of sequences; what depends on the set alone is kept while it stays the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._plan = _Plan([], device)
+
+    def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
+        """One token for each sequence. FloatingPointError when a row has no finite distribution."""
+        if self._plan.sequences != sequences:
+            self._plan = _Plan(list(sequences), self.device)
+        plan = self._plan
+        logprobs_SV = plan.logprobs(logits_SV.float())
+        indices = np.fromiter((s.num_generated for s in sequences), np.uint64, len(sequences))
+        draws_S = torch.from_numpy(uniform(plan.seeds, indices)).to(self.device)
+        ids_S = draw(logprobs_SV, draws_S)
+        if plan.greedy_S is not None:
+            ids_S = torch.where(plan.greedy_S, logprobs_SV.argmax(-1), ids_S)
+        chosen_S = logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
+        if not bool(torch.isfinite(chosen_S).all()):
+            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinite values")
+        return Sampled(
+            token_ids=ids_S.tolist(), logprobs=chosen_S.tolist(), top_logprobs=plan.top_logprobs(logprobs_SV)
+        )
+
+
+def draw(logprobs_SV: Tensor, draws_S: Tensor) -> Tensor:
+    """The first token of each row whose cumulative probability exceeds the row's draw times the total."""
+    cumulative_SV = logprobs_SV.exp().cumsum(-1)
+    # draws end at 1 - 2**-23, so the target stays below the total and lands on a token of positive probability.
+    targets_S1 = draws_S[:, None] * cumulative_SV[:, -1:]
+    return torch.searchsorted(cumulative_SV, targets_S1, right=True)[:, 0].clamp_(max=logprobs_SV.shape[-1] - 1)
+
+
+class _Plan:
+    """Sampling parameters of a set of sequences as tensors; None where no sequence uses them."""
+
+    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+        self.sequences = sequences
+        params = [s.sampling for s in sequences]
+        self.seeds = np.array([s.seed for s in sequences], dtype=np.uint64)
+        # Greedy rows report the distribution at temperature 1.
+        temperatures = [p.temperature or 1.0 for p in params]
+        column = torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
+        self.temperatures_S1 = column if any(t != 1.0 for t in temperatures) else None
+        greedy = [p.temperature == 0.0 for p in params]
+        self.greedy_S = torch.tensor(greedy, device=device) if any(greedy) else None
+        self.penalized = [(row, s) for row, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
+        self.held_back = [(row, s) for row, s in enumerate(sequences) if s.sampling.min_tokens and s.stop_ids]
+        self.filtered = [
+            row for row, p in enumerate(params) if p.temperature > 0 and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0)
+        ]
+        self.filters = [
+            torch.tensor([[float(value)] for value in column], device=device)
+            for column in zip(*((p.top_k, p.top_p, p.min_p) for p in (params[r] for r in self.filtered)), strict=True)
+        ]
+        self.wants_top = [(row, p.num_top_logprobs) for row, p in enumerate(params) if p.num_top_logprobs]
+
+    def logprobs(self, logits_SV: Tensor) -> Tensor:
+        """Log of the distribution that each row is sampled from."""
+        for row, sequence in self.penalized:
+            _penalize(logits_SV[row], sequence)
+        for row, sequence in self.held_back:
+            if sequence.num_generated < sequence.sampling.min_tokens:
+                logits_SV[row, [i for i in sequence.stop_ids if i < logits_SV.shape[-1]]] = -torch.inf
+        if self.temperatures_S1 is not None:
+            logits_SV = logits_SV / self.temperatures_S1
+        if self.filtered:
+            logits_SV[self.filtered] = _filter(logits_SV[self.filtered], *self.filters)
+        return logits_SV.log_softmax(-1)
+
+    def top_logprobs(self, logprobs_SV: Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
+        """Most likely tokens of the rows that asked, most likely first, without impossible ones."""
+        if not self.wants_top:
+            return {}
+        rows = [row for row, _ in self.wants_top]
+        most = min(max(count for _, count in self.wants_top), logprobs_SV.shape[-1])
+        values, ids = logprobs_SV[rows].topk(most, dim=-1)
+        tops = {}
+        for (row, count), row_ids, row_values in zip(self.wants_top, ids.tolist(), values.tolist(), strict=True):
+            pairs = zip(row_ids[:count], row_values[:count], strict=True)
+            tops[row] = tuple((token, value) for token, value in pairs if value > float("-inf"))
+        return tops
+
+
+def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
+    """Divide positive and multiply negative logits of every token seen in prompt or completion, in place."""
+    seen = torch.tensor(sorted(set(sequence.tokens)), device=logits_V.device)
+    values = logits_V[seen]
+    penalty = sequence.sampling.repetition_penalty
+    logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _filter(logits_SV: Tensor, top_k_S1: Tensor, top_p_S1: Tensor, min_p_S1: Tensor) -> Tensor:
+    """Logits with -inf where top-k, then top-p of the rest, then min-p exclude a token."""
+    ordered_SV, order_SV = logits_SV.sort(dim=-1, descending=True)
+    rank_V = torch.arange(logits_SV.shape[-1], device=logits_SV.device)
+    ordered_SV = ordered_SV.masked_fill((top_k_S1 > 0) & (rank_V >= top_k_S1), -torch.inf)
+    probs_SV = ordered_SV.softmax(-1)
+    before_SV = probs_SV.cumsum(-1) - probs_SV
+    excluded = ((before_SV >= top_p_S1) & (top_p_S1 < 1.0)) | (probs_SV < min_p_S1 * probs_SV[:, :1])
+    excluded[:, 0] = False
+    ordered_SV = ordered_SV.masked_fill(excluded, -torch.inf)
+    return torch.empty_like(logits_SV).scatter_(-1, order_SV, ordered_SV)

@@ -1,0 +1,184 @@
+"""Which tokens of which requests the next step computes. Pure Python: no tensors, clock or threads.
+
+Every request is a list of tokens of which the first `num_computed` have keys and values in the cache. A step computes
+the next tokens of each running request: one in decoding, a chunk in prefill. When all are computed, one more is
+sampled. So prefill, decoding, chunking and recomputing after preemption are one rule.
+
+Requests run in order of arrival and are preempted in the opposite order: the oldest always advances, hence all end.
+A preempted request keeps its tokens and loses only its blocks.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from prime_rl.inference.backend import FinishReason, SamplingParams
+from prime_rl.inference.engine.cache import BlockCache
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One request on its way. Mutable: the scheduler alone changes it."""
+
+    request_id: str
+    tokens: list[int]
+    """Prompt, then what was sampled."""
+    prompt_len: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    row: int = -1
+    """Row of the block table while running."""
+    num_blocks_in_table: int = 0
+    """How many of `blocks` the runner has copied to the table."""
+    content_id: int | None = None
+    """Id of the content of the last findable block; None when the cache holds older weights' values for it."""
+    num_findable: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+
+class Scheduler:
+    """Admits, grows, preempts and ends sequences within the blocks of a `BlockCache`."""
+
+    def __init__(
+        self, cache: BlockCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        assert cache.blocks_for(max_model_len) <= cache.num_blocks, "one request of full length must fit"
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        # Every running request must be able to decode in every step.
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self.max_model_len = max_model_len
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+        self.prefix_hit_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        assert 0 < len(sequence.tokens) < self.max_model_len
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose and account for the next step; its chunks must be computed before anything else happens.
+
+        Empty only when there is no work. Blocks that this step fills are findable at once, also by later chunks of
+        this step: a step writes all keys and values of a layer before any of its tokens attends there.
+        """
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        preemptions = self.num_preemptions
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            length = min(len(sequence.tokens) - sequence.num_computed, budget)
+            if not self._grow(sequence, sequence.num_computed + length):
+                break
+            chunks.append(self._advance(sequence, length))
+            budget -= length
+            index += 1
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            if self.num_preemptions > preemptions or not self._admit(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            length = min(len(sequence.tokens) - sequence.num_computed, budget)
+            chunks.append(self._advance(sequence, length))
+            budget -= length
+        return chunks
+
+    def append(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Add a sampled token; ends the sequence when this is its last."""
+        sequence.tokens.append(token)
+        reason = None
+        if token in sequence.stop_ids:
+            reason = FinishReason.STOP
+        elif sequence.num_generated >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_model_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self.remove(sequence)
+        return reason
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, running or waiting, and give back what it holds."""
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def weights_changed(self) -> None:
+        """Values in the cache are now those of older weights: use them up, but share them no more."""
+        self.cache.renew()
+        for sequence in self.running:
+            sequence.content_id = None
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to the running ones when blocks for all its tokens are free."""
+        cache = self.cache
+        # The last token is always computed: its hidden state gives the first logits.
+        shared = cache.match(sequence.tokens, (len(sequence.tokens) - 1) // cache.block_size)
+        num_new = cache.blocks_for(len(sequence.tokens)) - len(shared)
+        # Half a block of room per running sequence, or the newcomer would be preempted before it is through prefill.
+        if not cache.can_take(shared, num_new, reserve=len(self.running) // 2):
+            return False
+        sequence.content_id = cache.hold(shared)
+        sequence.num_findable = len(shared)
+        sequence.blocks = shared + cache.take(num_new)
+        sequence.num_computed = len(shared) * cache.block_size
+        sequence.num_blocks_in_table = 0
+        sequence.row = self._free_rows.pop()
+        self.running.append(sequence)
+        self.prefix_hit_tokens += sequence.num_computed
+        return True
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for `num_tokens` positions, preempting the newest. False when that was `sequence` itself."""
+        needed = self.cache.blocks_for(num_tokens) - len(sequence.blocks)
+        if needed <= 0:
+            return True
+        while needed > self.cache.num_free:
+            victim = self.running.pop()
+            self._give_back(victim)
+            self.waiting.appendleft(victim)
+            self.num_preemptions += 1
+            if victim is sequence:
+                return False
+        sequence.blocks += self.cache.take(needed)
+        return True
+
+    def _advance(self, sequence: Sequence, length: int) -> Chunk:
+        """Count `length` tokens as computed and make the blocks that they fill findable."""
+        chunk = Chunk(sequence, sequence.num_computed, length)
+        sequence.num_computed += length
+        size = self.cache.block_size
+        while sequence.content_id is not None and (sequence.num_findable + 1) * size <= sequence.num_computed:
+            start = sequence.num_findable * size
+            sequence.content_id = self.cache.register(
+                sequence.blocks[sequence.num_findable], sequence.content_id, sequence.tokens[start : start + size]
+            )
+            sequence.num_findable += 1
+        return chunk
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
