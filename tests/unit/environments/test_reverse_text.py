@@ -23,7 +23,7 @@ def lcs_by_table(left: str, right: str) -> int:
         ("cba", "cbad", 6 / 7),
         ("ca", "cba", 4 / 5),
         ("abc", "cba", 2 / 6),
-        # difflib's ratio of this pair is 0.5: it counts matching blocks, not the subsequence.
+        # difflib's ratio of this pair is 0.25: it counts matching blocks, not the subsequence.
         ("tide", "diet", 4 / 8),
         ("cbacba", "cba", 6 / 9),
         ("", "", 1.0),

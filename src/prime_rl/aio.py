@@ -1,0 +1,66 @@
+"""Supervised tasks: a crashed task is the run's crash, reported under its name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Supervisor:
+    """The named tasks of one run. The first failure ends the run and is raised from `run`.
+
+    Example:
+        supervisor = Supervisor()
+        supervisor.start("weights", watch_weights(), endless=True)
+        await supervisor.run("batches", produce_batches())
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._endless: set[asyncio.Task[Any]] = set()
+        self._failure: tuple[str, BaseException] | None = None
+        self._failed = asyncio.Event()
+
+    def start(self, name: str, work: Coroutine[Any, Any, T], *, endless: bool = False) -> asyncio.Task[T]:
+        """Run `work` in the background. An `endless` task that returns has failed too."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        if endless:
+            self._endless.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def run(self, name: str, main: Coroutine[Any, Any, T]) -> T:
+        """Run `main` beside the started tasks until it returns or any task fails; then end all of them.
+
+        Raises: what the failed task raised, with a note that names the task.
+        """
+        main_task = self.start(name, main)
+        failed = asyncio.create_task(self._failed.wait(), name="supervisor")
+        try:
+            await asyncio.wait({main_task, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                failed_name, error = self._failure
+                error.add_note(f"raised in task {failed_name!r}")
+                raise error
+            return await main_task
+        finally:
+            failed.cancel()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(failed, *self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None and task in self._endless:
+            error = RuntimeError(f"task {task.get_name()!r} ended, which it never should")
+        self._endless.discard(task)
+        if error is not None and self._failure is None:
+            self._failure = (task.get_name(), error)
+            self._failed.set()

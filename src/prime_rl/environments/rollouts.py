@@ -1,0 +1,186 @@
+"""Rollouts in our own words: what is asked of an environment worker, and what comes back.
+
+    orchestrator, evals  -- RolloutRequest -->  environments.pool  -- frames -->  environments.worker
+                         <--   Rollout     --
+
+Nothing of verifiers is in here, so the control plane never imports it. Every request that is sent ends in exactly one
+Rollout: either with turns and a finite reward, or with a `failure`. A failed rollout is data. It is counted and shown;
+its reward is never taken as zero and it is never trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+Split = Literal["train", "eval"]
+Api = Literal["auto", "classic", "v1"]
+
+MAX_MESSAGE_CHARS = 2000
+
+
+class FailureKind(StrEnum):
+    """Who is to blame for a failed rollout."""
+
+    ENVIRONMENT = "environment"
+    """The environment's own code raised."""
+    SCORER = "scorer"
+    """A reward or metric function raised."""
+    BAD_REWARD = "bad_reward"
+    """The reward is missing, NaN or infinite."""
+    TIMEOUT = "timeout"
+    """It took longer than its deadline, scoring included."""
+    INFERENCE = "inference"
+    """A request to the inference server failed, or its answer was unusable."""
+    EMPTY = "empty_completion"
+    """The model ended its turn without saying anything."""
+    TOO_LONG = "too_long"
+    """Prompt or rollout do not fit: the context of the model, or `seq_len`."""
+    WORKER_DIED = "worker_died"
+    """The worker process ended while the rollout ran in it."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rollout failed. `type` is the class of the exception, "" where there was none."""
+
+    kind: FailureKind
+    message: str
+    type: str = ""
+
+    @classmethod
+    def of(cls, kind: FailureKind, error: BaseException) -> Failure:
+        """The failure that `error` is; an exception without a message is described by its cause."""
+        root = error
+        while not str(root) and root.__cause__ is not None:
+            root = root.__cause__
+        return cls(kind=kind, type=type(root).__name__, message=(str(root) or repr(root))[:MAX_MESSAGE_CHARS])
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {f'{self.type}: ' if self.type else ''}{self.message}"
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call, token-exact. T sampled tokens."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    """[T]"""
+    logprobs: list[float]
+    """[T] under the distribution that was sampled from."""
+    versions: list[int]
+    """[T] weights version that sampled the token; where the server does not tell, the version served when the rollout
+    was dispatched, which is a lower bound."""
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """Run one rollout of one example."""
+
+    id: int
+    example: int
+    """Index into the split."""
+    sampling: dict[str, Any]
+    """Sampling arguments as verifiers' clients take them (`sampling_args`)."""
+    version: int
+    """Weights version served at dispatch."""
+    timeout_s: float
+    split: Split = "train"
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
+    """How one request ended. With a failure, every other field holds what was known by then."""
+
+    id: int
+    env: str
+    example: int
+    failure: Failure | None = None
+    messages: list[dict[str, Any]] = []
+    """The conversation, prompt included, for people to read."""
+    turns: list[Turn] = []
+    reward: float = math.nan
+    metrics: dict[str, float] = {}
+    stop_reason: str = ""
+    truncated: bool = False
+    """Ended by a length limit and not by the model."""
+    timings: dict[str, float] = {}
+    """Seconds: generate, score, total."""
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+
+def failed(
+    request: RolloutRequest, env: str, failure: Failure, *, timings: dict[str, float] | None = None
+) -> Rollout:
+    """The rollout that `request` ended in when it failed before there was anything else to tell."""
+    return Rollout(id=request.id, env=env, example=request.example, failure=failure, timings=timings or {})
+
+
+class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
+    """What a worker needs to load its environment and to reach the model."""
+
+    id: str
+    label: str
+    """The environment's name in metrics, logs and paths."""
+    args: dict[str, Any]
+    base_url: str
+    model: str
+    api: Api = "auto"
+    door: str = "prime_rl.environments.verifiers"
+    """The module whose `load(spec)` gives the `Environment`."""
+    api_key_var: str = "OPENAI_API_KEY"
+    request_timeout_s: float = 1200.0
+    log_level: str = "info"
+
+
+class Environment(Protocol):
+    """A loaded environment, as a door gives it. Runs any number of rollouts at the same time in one event loop."""
+
+    num_train: int
+    num_eval: int
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections and what the environment holds."""
+        ...
+
+
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The worker has loaded its environment. Sizes of the splits; 0 where there is none."""
+
+    num_train: int
+    num_eval: int
+
+
+class WorkerRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The environment cannot be loaded; `message` is for the user."""
+
+    message: str
+
+
+class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Stop the rollout of this request; nothing is sent back for it."""
+
+    id: int
+
+
+def sampling_args(
+    *, temperature: float, max_tokens: int | None, min_tokens: int, seed: int | None, extra_body: dict[str, Any]
+) -> dict[str, Any]:
+    """Sampling arguments in the form that verifiers' clients forward. What is not set is left out."""
+    args: dict[str, Any] = {"temperature": temperature}
+    if max_tokens is not None:
+        args["max_tokens"] = max_tokens
+    if min_tokens:
+        args["min_tokens"] = min_tokens
+    if seed is not None:
+        args["seed"] = seed
+    if extra_body:
+        args["extra_body"] = dict(extra_body)
+    return args

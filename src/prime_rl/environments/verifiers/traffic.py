@@ -1,0 +1,90 @@
+"""The HTTP client that verifiers' clients send through: it notes which weights sampled each token.
+
+The server adds `versions` to every choice. verifiers drops fields that it does not know, so they are read off the wire
+here, and found again by the session id that both APIs of verifiers put into a header (the rollout's trajectory id).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Final
+
+import httpx
+import msgspec
+from openai import AsyncOpenAI
+from renderers import Renderer, create_renderer
+from renderers.base import load_tokenizer
+from renderers.configs import DefaultRendererConfig
+from transformers import PreTrainedTokenizerFast
+
+from prime_rl.environments.rollouts import EnvironmentSpec
+
+SESSION_HEADER: Final = "X-Session-ID"
+CONNECT_TIMEOUT_S: Final = 10.0
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+    versions: list[int] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+class Traffic:
+    """Versions of the sampled tokens, by session and by the sampled tokens themselves."""
+
+    def __init__(self) -> None:
+        self._sampled: dict[str, dict[tuple[int, ...], list[int]]] = defaultdict(dict)
+
+    async def note(self, response: httpx.Response) -> None:
+        """Response hook of the HTTP client."""
+        session = response.request.headers.get(SESSION_HEADER)
+        if session is None or response.status_code != httpx.codes.OK:
+            return
+        try:
+            answer = msgspec.json.decode(await response.aread(), type=_Answer)
+        except msgspec.MsgspecError:
+            return  # not a generate answer, or a broken one: verifiers' client judges that
+        for choice in answer.choices:
+            if choice.versions is not None and len(choice.versions) == len(choice.token_ids):
+                self._sampled[session][tuple(choice.token_ids)] = choice.versions
+
+    def versions(self, session: str, completion_ids: list[int], *, at_dispatch: int) -> list[int]:
+        """Version of each token of one completion; `at_dispatch` where the server did not tell."""
+        noted = self._sampled.get(session, {}).get(tuple(completion_ids))
+        return list(noted) if noted is not None else [at_dispatch] * len(completion_ids)
+
+    def forget(self, session: str) -> None:
+        """Drop what was noted for a session that is over."""
+        self._sampled.pop(session, None)
+
+
+def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
+    """A client of the inference server whose answers pass by `traffic`.
+
+    It never retries: a failed request fails its rollout, which the orchestrator sees, counts and dispatches again.
+    """
+    return AsyncOpenAI(
+        base_url=spec.base_url,
+        api_key=os.environ.get(spec.api_key_var) or "EMPTY",
+        max_retries=0,
+        http_client=httpx.AsyncClient(
+            timeout=httpx.Timeout(spec.request_timeout_s, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            event_hooks={"response": [traffic.note]},
+        ),
+    )
+
+
+def load_renderer(model: str) -> Renderer:
+    """The renderer (messages to token ids, and back) of a model.
+
+    A local directory holds its own chat template, and renderers would look for its name among those it knows, not find
+    it, and import torch on the way to the same answer. So the answer is given.
+    """
+    if os.path.isfile(os.path.join(model, "tokenizer.json")):
+        return create_renderer(PreTrainedTokenizerFast.from_pretrained(model), DefaultRendererConfig())
+    return create_renderer(load_tokenizer(model))

@@ -1,0 +1,55 @@
+"""A door without verifiers behind it: environments whose rollouts do what their example says. Loads at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from prime_rl.environments.rollouts import EnvironmentSpec, Failure, FailureKind, Rollout, RolloutRequest, Turn
+from prime_rl.errors import EnvironmentSetupError
+
+
+class Scripted:
+    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long; or seconds to take."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self._script = spec.args["script"]
+        self.num_train = len(self._script)
+        self.num_eval = spec.args.get("num_eval", 0)
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        what = self._script[request.example % len(self._script)]
+        print("to standard output", flush=True)
+        if what == "raise":
+            raise KeyError("environment broke")
+        if what == "hang":
+            await asyncio.sleep(3600)
+        if what == "block":
+            time.sleep(3600)
+        if what == "exit":
+            os._exit(7)
+        if isinstance(what, float):
+            await asyncio.sleep(what)
+        failure = Failure(kind=FailureKind.SCORER, message="scorer broke") if what == "fail" else None
+        length = 500 if what == "long" else 3
+        turn = Turn(
+            prompt_ids=[1, 2], completion_ids=[5] * length, logprobs=[-0.5] * length,
+            versions=[request.version] * length,
+        )  # fmt: skip
+        return Rollout(
+            id=request.id, env=self._spec.label, example=request.example, failure=failure, turns=[turn],
+            reward=float(request.id % 2), messages=[{"role": "user", "content": str(what)}],
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        pass
+
+
+async def load(spec: EnvironmentSpec) -> Scripted:
+    if "refuse" in spec.args:
+        raise EnvironmentSetupError(spec.args["refuse"])
+    if "die" in spec.args:
+        os._exit(9)
+    return Scripted(spec)

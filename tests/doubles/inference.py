@@ -1,0 +1,167 @@
+"""A small real HTTP server that stands in for the inference server, with delays and faults on demand.
+
+It answers `/health`, `/v1/models`, `/update_weights` and `/inference/v1/generate` in the shapes of the real one. The
+text it "samples" is decided by `reply`, a function of the user's last message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from prime_rl.transport.manifest import digest
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters with a chat template, saved as a model directory without a model."""
+    vocabulary = {token: index for index, token in enumerate(["<unk>", START, END, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, unk_token="<unk>", additional_special_tokens=[START]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    return fast
+
+
+class InferenceDouble:
+    """State and faults of the server. Attributes may be set while it runs."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.tokenizer = save_tokenizer(model)
+        self.reply: Callable[[str], str] = lambda text: text[::-1]
+        self.version = 0
+        self.latency_s = 0.0
+        self.logprob = -0.5
+        self.fault: Callable[[str, int], Response | None] = lambda text, number: None
+        """Called with the user's text and the number of the request; an answer replaces the generated one."""
+        self.sends_versions = True
+        self.num_requests = 0
+        self.num_running = 0
+        self.most_running = 0
+        self.updates: list[tuple[str, int]] = []
+        self.base_url = ""
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/pause", self._pause, methods=["POST"]),
+                Route("/resume", self._resume, methods=["POST"]),
+                Route("/update_weights", self._update, methods=["POST"]),
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            ]
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "version": self.version})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": str(self.model), "max_model_len": 512}]})
+
+    async def _pause(self, request: Request) -> Response:
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        return JSONResponse({"status": "resumed"})
+
+    async def _update(self, request: Request) -> Response:
+        body = await request.json()
+        self.version = body["version"]
+        self.updates.append((body["weight_dir"], body["version"]))
+        return JSONResponse({"status": "ok", "version": self.version, "digest": digest(Path(body["weight_dir"]))})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.num_requests += 1
+        text = self.tokenizer.decode(body["token_ids"]).rpartition("user\n")[2].partition(END)[0]
+        fault = self.fault(text, self.num_requests)
+        if fault is not None:
+            return fault
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            return await self._sample(body, text)
+        finally:
+            self.num_running -= 1
+
+    async def _sample(self, body: dict, text: str) -> Response:
+        """Half of the tokens before the latency, half after: an update in between shows in their versions."""
+        token_ids = [*self.tokenizer.encode(self.reply(text)), self.tokenizer.eos_token_id]
+        limit = body["sampling_params"].get("max_tokens", 500)
+        token_ids, ends = token_ids[:limit], len(token_ids) <= limit
+        half = len(token_ids) // 2
+        versions = [self.version] * half
+        await asyncio.sleep(self.latency_s)
+        versions += [self.version] * (len(token_ids) - half)
+        content = [{"token": f"token_id:{token}", "logprob": self.logprob, "top_logprobs": []} for token in token_ids]
+        choice = {
+            "index": 0,
+            "token_ids": token_ids,
+            "logprobs": {"content": content},
+            "finish_reason": "stop" if ends else "length",
+        }
+        if self.sends_versions:
+            choice["versions"] = versions
+        return JSONResponse({"request_id": f"r{self.num_requests}", "choices": [choice]})
+
+
+class RunningServer:
+    """An ASGI app served by uvicorn in a thread of its own; can be stopped and started again on its port."""
+
+    def __init__(self, app: Starlette, port: int) -> None:
+        self._app = app
+        self._port = port
+        self._server: uvicorn.Server
+        self._thread: threading.Thread
+
+    def start(self) -> None:
+        config = uvicorn.Config(
+            self._app, host="127.0.0.1", port=self._port, log_level="error", lifespan="off", ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            self._thread.join(0.005)
+            assert self._thread.is_alive(), "the server did not start"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join()
+
+
+@contextmanager
+def running_inference(model: Path, port: int) -> Iterator[tuple[InferenceDouble, RunningServer]]:
+    """A running double that serves `model` (a directory, filled with a tokenizer) on loopback."""
+    double = InferenceDouble(model)
+    server = RunningServer(double.app(), port)
+    double.base_url = f"http://127.0.0.1:{port}/v1"
+    server.start()
+    try:
+        yield double, server
+    finally:
+        server.stop()

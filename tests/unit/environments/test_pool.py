@@ -1,0 +1,167 @@
+"""Real worker processes; the environments in them are scripted, so they load at once."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_rl.environments.pool import PoolLimits, open_pool
+from prime_rl.environments.rollouts import EnvironmentSpec, FailureKind, RolloutRequest
+from prime_rl.errors import EnvironmentSetupError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _workers_can_import_the_doubles(monkeypatch):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+def spec_of(*script, **args):
+    return EnvironmentSpec(
+        id="scripted", label="scripted", args={"script": list(script), **args}, base_url="", model="",
+        door="tests.doubles.door",
+    )  # fmt: skip
+
+
+def request_of(index, *, timeout_s=30.0):
+    return RolloutRequest(id=100 + index, example=index, sampling={}, version=0, timeout_s=timeout_s)
+
+
+def pool_over(spec, tmp_path, *, num_workers=1, **limits):
+    return open_pool(spec, num_workers=num_workers, log_dir=tmp_path, limits=PoolLimits(**limits))
+
+
+def children():
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "prime_rl.environments.worker" in child.cmdline()
+    ]
+
+
+async def until(condition, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_rollouts_run_at_the_same_time_and_each_ends_once_in_what_became_of_it(tmp_path):
+    script = ["ok", "raise", "fail", "hang", 0.3, "ok"]
+    async with pool_over(spec_of(*script), tmp_path) as pool:
+        assert (pool.size.num_train, pool.size.num_eval) == (6, 0)
+        rollouts = await asyncio.gather(*(pool.run(request_of(i, timeout_s=1.0)) for i in range(len(script))))
+    assert [rollout.id for rollout in rollouts] == [100, 101, 102, 103, 104, 105]
+    kinds = [rollout.failure.kind if rollout.failure else None for rollout in rollouts]
+    assert kinds == [None, FailureKind.ENVIRONMENT, FailureKind.SCORER, FailureKind.TIMEOUT, None, None]
+    assert "KeyError: 'environment broke'" in str(rollouts[1].failure)
+    assert "took longer than 1 s" in str(rollouts[3].failure)
+
+
+async def test_what_an_environment_prints_goes_to_the_log_and_harms_no_frame(tmp_path):
+    async with pool_over(spec_of("ok"), tmp_path) as pool:
+        rollouts = await asyncio.gather(*(pool.run(request_of(0)) for _ in range(50)))
+    assert all(rollout.failure is None for rollout in rollouts)
+    assert (tmp_path / "scripted-0.log").read_text().count("to standard output") == 50
+
+
+async def test_rollouts_go_to_the_worker_that_holds_the_fewest(tmp_path):
+    async with pool_over(spec_of(0.2), tmp_path, num_workers=2) as pool:
+        await asyncio.gather(*(pool.run(request_of(0)) for _ in range(10)))
+    counts = [(tmp_path / f"scripted-{index}.log").read_text().count("to standard output") for index in (0, 1)]
+    assert counts == [5, 5]
+
+
+async def test_a_killed_worker_gives_back_its_rollouts_and_is_replaced(tmp_path):
+    async with pool_over(spec_of(1.0, "ok"), tmp_path, num_workers=2) as pool:
+        running = [asyncio.create_task(pool.run(request_of(0))) for _ in range(8)]
+        logs = [tmp_path / f"scripted-{index}.log" for index in (0, 1)]
+        await until(lambda: sum(log.read_text().count("to standard output") for log in logs) == 8)
+        os.kill(children()[0].pid, signal.SIGKILL)
+        rollouts = await asyncio.gather(*running)
+        kinds = Counter(rollout.failure.kind if rollout.failure else "ok" for rollout in rollouts)
+        assert kinds == {"ok": 4, FailureKind.WORKER_DIED: 4}
+        again = await asyncio.gather(*(pool.run(request_of(1)) for _ in range(4)))
+        assert all(rollout.failure is None for rollout in again)
+        assert pool.num_restarts == 1
+    assert children() == []
+
+
+async def test_a_worker_whose_event_loop_is_blocked_is_killed_at_the_deadline(tmp_path):
+    async with pool_over(spec_of("block", "ok"), tmp_path, grace_s=0.2) as pool:
+        blocked = await pool.run(request_of(0, timeout_s=0.2))
+        assert blocked.failure is not None
+        assert blocked.failure.kind == FailureKind.TIMEOUT
+        assert "blocked its worker" in blocked.failure.message
+        assert (await pool.run(request_of(1))).failure is None
+
+
+async def test_an_environment_that_ends_its_workers_again_and_again_is_given_up(tmp_path):
+    async with pool_over(spec_of("exit"), tmp_path, max_restarts=1) as pool:
+        watch = asyncio.create_task(pool.watch())
+        for _ in range(2):
+            rollout = await pool.run(request_of(0))
+            assert rollout.failure is not None
+            assert rollout.failure.kind == FailureKind.WORKER_DIED
+        with pytest.raises(EnvironmentSetupError, match="exit code 7, 2 times in a row"):
+            await watch
+        with pytest.raises(EnvironmentSetupError, match="2 times in a row"):
+            await pool.run(request_of(0))
+
+
+async def test_a_cancelled_rollout_is_given_up_by_its_worker(tmp_path):
+    async with pool_over(spec_of("hang", "ok"), tmp_path) as pool:
+        running = asyncio.create_task(pool.run(request_of(0)))
+        await until(lambda: "to standard output" in (tmp_path / "scripted-0.log").read_text())
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (await pool.run(request_of(1))).failure is None
+        assert pool.num_restarts == 0
+
+
+async def test_an_environment_that_refuses_to_load_is_told_in_its_own_words(tmp_path):
+    with pytest.raises(EnvironmentSetupError, match="^no such split$"):
+        async with pool_over(spec_of("ok", refuse="no such split"), tmp_path):
+            raise AssertionError("the pool was handed out")
+    assert children() == []
+
+
+async def test_a_worker_that_ends_while_it_loads_is_told_with_its_log(tmp_path):
+    with pytest.raises(EnvironmentSetupError, match=r"exit code 9 while it loaded; see .*scripted-0\.log"):
+        async with pool_over(spec_of("ok", die=True), tmp_path):
+            raise AssertionError("the pool was handed out")
+
+
+async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocked(tmp_path):
+    program = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from prime_rl.environments.pool import open_pool
+        from prime_rl.environments.rollouts import EnvironmentSpec, RolloutRequest
+        async def main():
+            spec = EnvironmentSpec(id="s", label="s", args={{"script": ["block"]}}, base_url="", model="",
+                                   door="tests.doubles.door")
+            async with open_pool(spec, num_workers=2, log_dir=pathlib.Path({str(tmp_path)!r})) as pool:
+                request = RolloutRequest(id=1, example=0, sampling={{}}, version=0, timeout_s=600)
+                running = asyncio.create_task(pool.run(request))
+                await asyncio.sleep(0.2)
+                print("ready", flush=True)
+                await running
+        asyncio.run(main())
+    """)
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    assert await parent.stdout.readline() == b"ready\n"
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) == 2
+    parent.kill()
+    await parent.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, workers, timeout=15)
+    assert alive == []

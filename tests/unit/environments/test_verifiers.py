@@ -1,0 +1,252 @@
+"""The verifiers door, in process, over a real HTTP server. Both APIs of verifiers."""
+
+import asyncio
+import sys
+import textwrap
+
+import pytest
+from starlette.responses import JSONResponse
+from tests.doubles.inference import running_inference
+
+from prime_rl.environments import verifiers
+from prime_rl.environments.rollouts import EnvironmentSpec, FailureKind, RolloutRequest
+from prime_rl.errors import EnvironmentSetupError
+
+FAULTY_CLASSIC = '''
+import math
+import verifiers.legacy as vf
+from datasets import Dataset
+
+def score(completion, answer):
+    if answer == "scorer":
+        raise ZeroDivisionError("scorer broke")
+    return {"nan": math.nan}.get(answer, 1.0)
+
+async def length(completion):
+    return float(len(completion[-1].content))
+
+class Faulty(vf.SingleTurnEnv):
+    async def setup_state(self, state):
+        if state["answer"] == "raise":
+            raise KeyError("environment broke")
+        return await super().setup_state(state)
+
+def load_environment(answers):
+    rows = [{"prompt": [{"role": "user", "content": f"say {a}"}], "answer": a} for a in answers]
+    rubric = vf.Rubric(funcs=[score, length], weights=[1.0, 0.0])
+    return Faulty(dataset=Dataset.from_list(rows), rubric=rubric)
+'''
+
+FAULTY_V1 = '''
+import math
+from typing import Any
+import verifiers.v1 as vf
+
+class FaultyConfig(vf.TasksetConfig):
+    answers: list[str]
+
+class FaultyData(vf.TaskData):
+    answer: str
+
+class FaultyTask(vf.Task[FaultyData]):
+    async def setup(self, trace, runtime):
+        if self.data.answer == "raise":
+            raise KeyError("environment broke")
+
+    @vf.reward
+    async def score(self, trace) -> float:
+        if self.data.answer == "scorer":
+            raise ZeroDivisionError("scorer broke")
+        return {"nan": math.nan}.get(self.data.answer, 1.0)
+
+    @vf.metric
+    async def length(self, trace) -> float:
+        return float(len(trace.last_reply))
+
+class FaultyTaskset(vf.Taskset[FaultyTask, FaultyConfig]):
+    def load(self):
+        for index, answer in enumerate(self.config.answers):
+            yield FaultyTask(FaultyData(idx=index, prompt=f"say {answer}", answer=answer), self.config.task)
+
+__all__ = ["FaultyTaskset"]
+'''
+
+OTHERS = {
+    "broken_env": "import no_such_dependency",
+    "raising_env": "raise RuntimeError('bad luck')",
+    "group_env": '''
+        import verifiers.legacy as vf
+        from datasets import Dataset
+        def over_groups(states) -> list[float]:
+            return [1.0 for _ in states]
+        def load_environment():
+            rows = [{"question": "a", "answer": "b"}]
+            return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[over_groups]))
+    ''',
+}
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """Environment modules that can be imported by their name."""
+    directory = tmp_path_factory.mktemp("modules")
+    (directory / "faulty_classic.py").write_text(FAULTY_CLASSIC)
+    (directory / "faulty_v1.py").write_text(FAULTY_V1)
+    for name, source in OTHERS.items():
+        (directory / f"{name}.py").write_text(textwrap.dedent(source))
+    sys.path.insert(0, str(directory))
+    yield
+    sys.path.remove(str(directory))
+
+
+@pytest.fixture
+def inference(tmp_path, free_port):
+    with running_inference(tmp_path / "model", free_port) as (double, _):
+        yield double
+
+
+@pytest.fixture(params=["classic", "v1"])
+async def run(request, modules, inference):
+    """Runs one rollout per answer in an environment of either API."""
+    environments = []
+
+    async def runner(*answers, sampling=None, version=0):
+        spec = spec_of(inference, f"faulty-{request.param}", answers=list(answers))
+        environment = await verifiers.load(spec)
+        environments.append(environment)
+        requests = [
+            RolloutRequest(id=i, example=i, sampling=sampling or {"temperature": 1.0}, version=version, timeout_s=30)
+            for i in range(len(answers))
+        ]
+        return await asyncio.gather(*(environment.run(request) for request in requests))
+
+    yield runner
+    for environment in environments:
+        await environment.close()
+
+
+def spec_of(inference, env_id, api="auto", **args):
+    return EnvironmentSpec(
+        id=env_id, label="env", args=args, base_url=inference.base_url, model=str(inference.model), api=api
+    )
+
+
+async def test_a_rollout_carries_exact_tokens_logprobs_reward_and_metrics(run, inference):
+    inference.reply = lambda text: "abcd"
+    (rollout,) = await run("ok")
+    (turn,) = rollout.turns
+    assert inference.tokenizer.decode(turn.prompt_ids) == (
+        "<|im_start|>user\nsay ok<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert inference.tokenizer.decode(turn.completion_ids) == "abcd<|im_end|>"
+    assert turn.logprobs == [-0.5] * 5
+    assert rollout.failure is None
+    assert rollout.reward == 1.0
+    assert rollout.metrics["length"] == 4.0
+    assert rollout.metrics["score"] == 1.0
+    assert not rollout.truncated
+    assert rollout.messages == [{"role": "user", "content": "say ok"}, {"role": "assistant", "content": "abcd"}]
+    assert rollout.timings["total"] >= rollout.timings["generate"] > 0
+
+
+async def test_each_token_knows_the_weights_that_sampled_it(run, inference):
+    inference.version = 4
+    inference.latency_s = 0.3
+    inference.reply = lambda text: "abcd"
+    running = asyncio.create_task(run("ok"))
+    while not inference.num_running:
+        await asyncio.sleep(0.01)
+    inference.version = 5
+    (rollout,) = await running
+    assert rollout.turns[0].versions == [4, 4, 5, 5, 5]
+
+
+async def test_without_versions_from_the_server_tokens_count_as_old_as_their_dispatch(run, inference):
+    inference.sends_versions = False
+    (rollout,) = await run("ok", version=7)
+    assert set(rollout.turns[0].versions) == {7}
+
+
+async def test_rollouts_at_the_same_time_do_not_mix_their_tokens(run, inference):
+    inference.reply = lambda text: text.removeprefix("say ") * 3
+    rollouts = await run(*"abcdefgh")
+    for letter, rollout in zip("abcdefgh", rollouts, strict=True):
+        assert inference.tokenizer.decode(rollout.turns[0].completion_ids) == letter * 3 + "<|im_end|>"
+
+
+async def test_a_completion_cut_at_its_limit_is_marked_as_truncated(run, inference):
+    inference.reply = lambda text: "abcdefgh"
+    (rollout,) = await run("ok", sampling={"temperature": 1.0, "max_tokens": 3})
+    assert rollout.failure is None
+    assert rollout.truncated
+    assert len(rollout.turns[0].completion_ids) == 3
+
+
+async def test_every_kind_of_fault_comes_back_as_a_failure_of_that_kind(run, inference):
+    faults = {
+        "say 500": JSONResponse({"error": {"message": "boom"}}, 500),
+        "say malformed": JSONResponse({"choices": [{"token_ids": [5]}]}),
+        "say mute": JSONResponse({"choices": []}),
+    }
+    inference.fault = lambda text, number: faults.get(text)
+    inference.reply = lambda text: "" if text == "say empty" else "fine"
+    expected = {
+        "ok": None,
+        "raise": FailureKind.ENVIRONMENT,
+        "scorer": FailureKind.SCORER,
+        "nan": FailureKind.BAD_REWARD,
+        "500": FailureKind.INFERENCE,
+        "malformed": FailureKind.INFERENCE,
+        "mute": FailureKind.INFERENCE,
+        "empty": FailureKind.EMPTY,
+    }
+    rollouts = await run(*expected)
+    found = dict(zip(expected, rollouts, strict=True))
+    assert {answer: rollout.failure and rollout.failure.kind for answer, rollout in found.items()} == expected
+    assert "scorer broke" in str(found["scorer"].failure)
+    assert "environment broke" in str(found["raise"].failure)
+    assert "boom" in str(found["500"].failure)
+    assert all(rollout.reward != rollout.reward for rollout in rollouts if rollout.failure), "a failure has no reward"
+
+
+async def test_a_prompt_longer_than_the_models_context_is_too_long(run, inference):
+    (rollout,) = await run("x" * 600)
+    assert rollout.failure is not None
+    assert rollout.failure.kind == FailureKind.TOO_LONG
+
+
+async def test_a_server_that_is_gone_is_an_inference_failure(run, inference):
+    inference.base_url = "http://127.0.0.1:9/v1"
+    (rollout,) = await run("ok")
+    assert rollout.failure is not None
+    assert rollout.failure.kind == FailureKind.INFERENCE
+
+
+@pytest.mark.parametrize("api", ["classic", "v1"])
+async def test_reverse_text_runs_in_both_forms_on_both_splits(inference, api):
+    environment = await verifiers.load(spec_of(inference, "reverse-text", api, num_examples=3))
+    try:
+        for split in ("train", "eval"):
+            request = RolloutRequest(id=1, example=2, sampling={}, version=0, timeout_s=30, split=split)
+            rollout = await environment.run(request)
+            assert rollout.reward == 1.0, rollout
+        assert environment.num_train == 3
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "reason"),
+    [
+        ("no-such-env", {}, "'no-such-env' is not installed: there is no module 'no_such_env'"),
+        ("broken-env", {}, "needs 'no_such_dependency', which is not installed"),
+        ("raising-env", {}, r"cannot be imported: RuntimeError\('bad luck'\)"),
+        ("faulty-classic", {"anwsers": []}, "unexpected keyword argument 'anwsers'"),
+        ("faulty-v1", {"anwsers": []}, "anwsers"),
+        ("faulty-v1", {"answers": []}, "has no examples"),
+        ("group-env", {}, "reward functions over whole groups"),
+    ],
+)
+async def test_an_environment_that_cannot_be_used_is_refused_in_words(modules, inference, env_id, args, reason):
+    with pytest.raises(EnvironmentSetupError, match=reason):
+        await verifiers.load(spec_of(inference, env_id, **args))
