@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_rl.inference import admin
-from prime_rl.inference.backend import RequestError
+from prime_rl.inference.backend import EngineFailed, RequestError
 from prime_rl.inference.chat import chat_completions
 from prime_rl.inference.completions import completions
 from prime_rl.inference.generate import generate
@@ -67,6 +67,7 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
         exception_handlers={
             HttpError: _on_http_error,
             RequestError: _on_request_error,
+            EngineFailed: _on_engine_failure,
             HTTPException: _on_routing_error,
             Exception: _on_failure,
         },
@@ -82,6 +83,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     return error_response(str(error), status=400)
+
+
+async def _on_engine_failure(request: Request, error: Exception) -> Response:
+    return error_response(str(error), status=503)
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:

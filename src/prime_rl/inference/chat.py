@@ -44,6 +44,7 @@ async def chat_completions(request: Request) -> Response:
         max_tokens=fitting_max_tokens(asked, prompt_ids, service.limits) if asked else room,
         num_top_logprobs=body.top_logprobs or 0,
         with_text=True,
+        stream=bool(body.stream),
     )
     return await service.respond(
         request,

@@ -41,6 +41,7 @@ async def completions(request: Request) -> Response:
             max_tokens=fitting_max_tokens(body.max_tokens or default, prompt_ids, service.limits),
             num_top_logprobs=body.logprobs or 0,
             with_text=True,
+            stream=bool(body.stream),
         )
     return await service.respond(
         request,

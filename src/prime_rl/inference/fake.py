@@ -117,6 +117,7 @@ class FakeBackend:
             aborted_total=len(self.cancelled),
             version=self.version,
             paused=not self.gate.is_set(),
+            error=None if self.failure is None else str(self.failure),
         )
 
     async def close(self) -> None:

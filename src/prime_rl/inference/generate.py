@@ -36,6 +36,7 @@ async def generate(request: Request) -> Response:
         # The first of `top_logprobs` is the sampled token, which the engine reports anyway.
         num_top_logprobs=num_top if num_top > 1 else 0,
         with_text=False,
+        stream=bool(body.stream),
     )
     return await service.respond(
         request,

@@ -8,7 +8,6 @@ iterates it, cancels every choice in the engine.
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from prime_rl.inference.backend import (
     Backend,
     FinishReason,
     GenerationRequest,
-    RequestError,
-    SamplingParams,
     TokenOutput,
 )
 from prime_rl.inference.http import HttpError
@@ -31,8 +28,7 @@ class Choice:
     """One completion of one prompt. `text` is None where neither text nor stop strings were asked for."""
 
     index: int
-    prompt_ids: list[int]
-    sampling: SamplingParams
+    request: GenerationRequest
     text: TextStream | None
     keep_stop_token_text: bool = False
 
@@ -72,13 +68,12 @@ class Completion:
         return "".join(self.texts)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Samples choices from a backend, observes how long they take, and remembers when the backend has failed."""
+    """Samples choices from a backend and observes how long they take."""
 
     backend: Backend
     metrics: RequestMetrics
-    failure: Exception | None = None
 
     async def complete(self, choices: Sequence[Choice]) -> list[Completion]:
         """All choices as a whole, in order."""
@@ -99,26 +94,14 @@ class Generator:
                 yield delta
 
     async def _sample_one(self, choice: Choice) -> AsyncGenerator[Delta, None]:
-        try:
-            async with aclosing(self._deltas(choice)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except (HttpError, RequestError):
-            raise
-        except Exception as error:
-            self.failure = error
-            raise
-
-    async def _deltas(self, choice: Choice) -> AsyncGenerator[Delta, None]:
         started = time.perf_counter()
-        first = True
-        request = GenerationRequest(request_id=uuid.uuid4().hex, prompt_ids=choice.prompt_ids, sampling=choice.sampling)
-        async with aclosing(self.backend.generate(request)) as source:
+        waits_for_first = choice.request.stream
+        async with aclosing(self.backend.generate(choice.request)) as source:
             async for tokens in source:
                 delta = self._delta(choice, tokens)
-                if first:
+                if waits_for_first:
                     self.metrics.first_token(time.perf_counter() - started)
-                    first = False
+                    waits_for_first = False
                 if delta.finish_reason is not None:
                     self.metrics.finished(delta.finish_reason, time.perf_counter() - started)
                     yield delta
@@ -171,7 +154,7 @@ class Generator:
         if not tokens or tokens[-1].finish_reason is not FinishReason.STOP:
             return None
         last = tokens[-1].token_id
-        is_end_of_sequence = last in self.backend.eos_token_ids and not choice.sampling.ignore_eos
+        is_end_of_sequence = last in self.backend.eos_token_ids and not choice.request.sampling.ignore_eos
         return None if is_end_of_sequence else last
 
 

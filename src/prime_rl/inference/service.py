@@ -7,6 +7,7 @@ A `Shape` knows how one route spells its answer; `respond` knows everything else
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -78,9 +79,9 @@ class Service:
 
     def check_health(self) -> None:
         """Refuse everything once the engine has failed."""
-        failure = self.generator.failure
-        if failure is not None:
-            raise HttpError(f"the engine has failed ({type(failure).__name__}: {failure}); restart it", status=503)
+        error = self.backend.stats().error
+        if error is not None:
+            raise HttpError(error, status=503)
 
     @property
     def limits(self) -> Limits:
@@ -102,6 +103,7 @@ class Service:
         max_tokens: int,
         num_top_logprobs: int,
         with_text: bool,
+        stream: bool,
     ) -> list[Choice]:
         """One choice for each index, all of the same prompt; each is known to be one that the engine can serve."""
         stops = Stops(strings=stop_strings(fields), include=bool(fields.include_stop_str_in_output))
@@ -119,16 +121,14 @@ class Service:
                     skip_special_tokens=fields.skip_special_tokens is not False,
                     min_tokens=sampling.min_tokens,
                 )
-            self.backend.check(GenerationRequest(request_id="", prompt_ids=prompt_ids, sampling=sampling))
-            made.append(
-                Choice(
-                    index=index,
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
-                    text=text,
-                    keep_stop_token_text=stops.include,
-                )
+            request = GenerationRequest(
+                request_id=uuid.uuid4().hex,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                stream=stream or bool(stops.strings),
             )
+            self.backend.check(request)
+            made.append(Choice(index=index, request=request, text=text, keep_stop_token_text=stops.include))
         return made
 
     async def respond(

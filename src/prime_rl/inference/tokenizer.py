@@ -11,6 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from prime_rl.errors import ModelError
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A directory with none of these has no tokenizer; transformers makes an empty one for it and says nothing."""
+
 RESERVED_TEMPLATE_KEYS = frozenset(
     {
         "conversation",
@@ -51,6 +54,8 @@ class TextTokenizer:
     @classmethod
     def load(cls, directory: Path) -> "TextTokenizer":
         """The tokenizer of a model directory; ModelError where there is none or it is not a fast one."""
+        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            raise ModelError(f"no usable tokenizer in {directory}: it has none of {', '.join(VOCABULARY_FILES)}")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), use_fast=True)
         except (OSError, ValueError, KeyError, ImportError) as error:

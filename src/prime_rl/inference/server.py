@@ -1,0 +1,165 @@
+"""The inference server's process: bind, load, serve until told to stop.
+
+    client --HTTP--> uvicorn --> app (routes) --> Service --> Backend (engine)
+
+Whoever reaches the server can replace its weights, so without an API key only loopback is served; with one, all
+interfaces unless a host is given.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.errors import ConfigError
+from prime_rl.inference.app import build_app
+from prime_rl.inference.backend import Backend
+from prime_rl.inference.engine.build import build_engine
+from prime_rl.inference.service import Service
+from prime_rl.inference.tokenizer import TextTokenizer
+from prime_rl.logs import get_logger
+from prime_rl.models.hf import resolve_model
+
+logger = get_logger(__name__)
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the key where the configuration has none; vLLM reads the same one."""
+
+SHUTDOWN_S = 1
+"""Time that requests in flight get to end when the server is told to stop."""
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a whole batch of rollouts connects at once."""
+
+
+def run(config: InferenceConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    choose_backend(config)
+    api_key = api_key_of(config)
+    # Bound before the model is loaded, so that a taken port is known at once.
+    with bind(host_of(config, api_key), config.server.port) as listener:
+        directory = resolve_model(config.model.name)
+        tokenizer = TextTokenizer.load(directory)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_load_and_serve(config, directory, tokenizer, listener, api_key))
+
+
+def choose_backend(config: InferenceConfig) -> str:
+    """The engine that serves: the one place that decides what `backend` means."""
+    if config.backend == "vllm":
+        raise ConfigError(
+            "backend = 'vllm' comes with a later version of prime-rl; set backend = 'embedded', or leave it out"
+        )
+    return "embedded"
+
+
+def build_backend(config: InferenceConfig) -> Backend:
+    """The engine, with its model loaded."""
+    assert choose_backend(config) == "embedded"
+    return build_engine(config)
+
+
+def api_key_of(config: InferenceConfig) -> str | None:
+    """The key that clients must send: the configuration's, else the environment's; None asks for none."""
+    return config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+
+
+def host_of(config: InferenceConfig, api_key: str | None) -> str:
+    """The address to listen on. Whoever can reach the server can replace its weights, so it is not open by default."""
+    host = config.server.host
+    if host is None:
+        return "0.0.0.0" if api_key else "127.0.0.1"
+    if api_key is None and not _is_loopback(host):
+        raise ConfigError(
+            f"server.host = {host!r} can be reached from other machines, so an API key is needed: "
+            f"set api_key (or the environment variable {API_KEY_VARIABLE}), or leave server.host out"
+        )
+    return host
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound but does not listen yet; ConfigError where the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"server.host = {host!r} is no address of this machine: {error}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def build_server(service: Service, api_key: str | None) -> uvicorn.Server:
+    """The HTTP server of a service, not started."""
+    config = uvicorn.Config(
+        build_app(service, api_key),
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    return uvicorn.Server(config)
+
+
+async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT."""
+    # uvicorn stops on a signal and then raises it again for the handler that was there before. Being told to stop is
+    # no failure, so that handler does nothing.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stopped)
+    host, port = listener.getsockname()[:2]
+    logger.info("Serving %s on http://%s:%d (%s)", service.model_name, host, port, "API key" if api_key else "no key")
+    try:
+        await build_server(service, api_key).serve(sockets=[listener])
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+async def _load_and_serve(
+    config: InferenceConfig,
+    directory: Path,
+    tokenizer: TextTokenizer,
+    listener: socket.socket,
+    api_key: str | None,
+) -> None:
+    backend = build_backend(config)
+    try:
+        service = Service.build(backend, tokenizer, model_name=config.model.name, model_root=str(directory))
+        await serve(service, listener, api_key)
+    finally:
+        await backend.close()
+
+
+def _stopped(number: int, frame: FrameType | None) -> None:
+    logger.info("Stopped by %s", signal.Signals(number).name)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is already in use: stop the process that listens there, or choose another port "
+            "with server.port (0 takes a free one)"
+        )
+    return ConfigError(f"cannot listen on {host} port {port} (server.host, server.port): {error.strerror or error}")
