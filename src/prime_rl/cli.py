@@ -43,7 +43,7 @@ def _command(name: str, root: type[Config], work: Callable[[Config], None], argv
     is_debug = False
     try:
         if words and words[0] in ("-h", "--help"):
-            print(help_text(root, name, words[1] if len(words) > 1 else None))
+            _show(help_text(root, name, words[1] if len(words) > 1 else None))
             return
         config = load(root, words)
         is_debug = getattr(getattr(config, "log", None), "level", "") == "debug"

@@ -1,6 +1,5 @@
 """A run of the real commands in subprocesses, to be watched and disturbed."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -22,12 +21,6 @@ MODEL = "examples/reverse_text_cpu/model"
 
 def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "prime_rl.cli", *argv]
-
-
-def environment() -> dict[str, str]:
-    """The environment of a command that starts processes of its own: no launcher above it, test environments importable."""
-    paths = [str(ROOT / "tests" / "integration" / "environments"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def await_true(what: str, condition: Callable[[], bool], timeout: float = 90.0) -> None:
@@ -86,7 +79,6 @@ def start_rl(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Run]]:
         process = subprocess.Popen(
             command("rl", *base, *argv),
             cwd=ROOT,
-            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
