@@ -139,8 +139,9 @@ class RunningServer:
 
     def start(self) -> None:
         config = uvicorn.Config(
-            self._app, host="127.0.0.1", port=self._port, log_level="error", lifespan="off", ws="none"
-        )
+            self._app, host="127.0.0.1", port=self._port, log_level="error", lifespan="off", ws="none",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
@@ -150,7 +151,6 @@ class RunningServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._server.force_exit = True
         self._thread.join()
 
 

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+import pytest_asyncio
 from starlette.responses import JSONResponse
 from tests.doubles.inference import running_inference
 
@@ -17,7 +18,7 @@ import math
 import verifiers.legacy as vf
 from datasets import Dataset
 
-def score(completion, answer):
+def correct(completion, answer):
     if answer == "scorer":
         raise ZeroDivisionError("scorer broke")
     return {"nan": math.nan}.get(answer, 1.0)
@@ -33,7 +34,7 @@ class Faulty(vf.SingleTurnEnv):
 
 def load_environment(answers):
     rows = [{"prompt": [{"role": "user", "content": f"say {a}"}], "answer": a} for a in answers]
-    rubric = vf.Rubric(funcs=[score, length], weights=[1.0, 0.0])
+    rubric = vf.Rubric(funcs=[correct, length], weights=[1.0, 0.0])
     return Faulty(dataset=Dataset.from_list(rows), rubric=rubric)
 '''
 
@@ -54,7 +55,7 @@ class FaultyTask(vf.Task[FaultyData]):
             raise KeyError("environment broke")
 
     @vf.reward
-    async def score(self, trace) -> float:
+    async def correct(self, trace) -> float:
         if self.data.answer == "scorer":
             raise ZeroDivisionError("scorer broke")
         return {"nan": math.nan}.get(self.data.answer, 1.0)
@@ -70,6 +71,9 @@ class FaultyTaskset(vf.Taskset[FaultyTask, FaultyConfig]):
 
 __all__ = ["FaultyTaskset"]
 '''
+
+# One event loop for all: renderers keeps an asyncio lock in a module, as is right in a worker, which has one loop.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OTHERS = {
     "broken_env": "import no_such_dependency",
@@ -105,7 +109,7 @@ def inference(tmp_path, free_port):
         yield double
 
 
-@pytest.fixture(params=["classic", "v1"])
+@pytest_asyncio.fixture(params=["classic", "v1"], loop_scope="module")
 async def run(request, modules, inference):
     """Runs one rollout per answer in an environment of either API."""
     environments = []
@@ -143,7 +147,7 @@ async def test_a_rollout_carries_exact_tokens_logprobs_reward_and_metrics(run, i
     assert rollout.failure is None
     assert rollout.reward == 1.0
     assert rollout.metrics["length"] == 4.0
-    assert rollout.metrics["score"] == 1.0
+    assert rollout.metrics["correct"] == 1.0
     assert not rollout.truncated
     assert rollout.messages == [{"role": "user", "content": "say ok"}, {"role": "assistant", "content": "abcd"}]
     assert rollout.timings["total"] >= rollout.timings["generate"] > 0

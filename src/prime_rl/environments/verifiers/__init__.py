@@ -25,6 +25,7 @@ async def load(spec: EnvironmentSpec) -> Environment:
     form = importlib.import_module(f"{__name__}.{api}")
     environment: Environment = await form.load(spec)
     if environment.num_train == 0 and environment.num_eval == 0:
+        await environment.close()
         raise EnvironmentSetupError(f"environment {spec.id!r} has no examples")
     return environment
 

@@ -127,15 +127,16 @@ def _tasks(spec: EnvironmentSpec, split: Split) -> list[vf.Task]:
 
 
 def _environment(spec: EnvironmentSpec) -> vf.Env:
-    config_type = vf.env_config_type(spec.id)
-    config = config_type.model_validate(
-        {"taskset": _taskset_config(spec, "train"), "agent": {"runtime": {"type": "subprocess"}}}
-        if issubclass(config_type, vf.SingleAgentEnvConfig)
-        else {"taskset": _taskset_config(spec, "train")}
-    )
-    has_tools = bool(vf.task_type(spec.id).toolsets(config.taskset.task))
-    plain = vf.environment_class(spec.id) is vf.SingleAgentEnv and vf.default_harness_id(spec.id) == "bash"
-    return _OneCallEnv(config) if plain and not has_tools else vf.load_environment(config)
+    """The environment that plays the taskset: its own where it brings one, else one agent, on this machine."""
+    taskset = _taskset_config(spec, "train")
+    if vf.environment_class(spec.id) is not vf.SingleAgentEnv:
+        return vf.load_environment(vf.env_config_type(spec.id).model_validate({"taskset": taskset}))
+    agent: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+    has_harness = vf.default_harness_id(spec.id) != "bash"
+    if has_harness or vf.task_type(spec.id).toolsets(taskset.task):
+        return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
+    agent["harness"] = {"id": "null"}
+    return _OneCallEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
 
 
 class TasksetEnvironment:
