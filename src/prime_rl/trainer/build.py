@@ -19,6 +19,7 @@ from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
 from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import WeightPublisher
 from prime_rl.trainer.streams import BatchSource, LossFunction
 from prime_rl.trainer.trainer import LoopOptions, Trainer
@@ -69,20 +70,20 @@ def train(
     options = LoopOptions(
         max_steps=config.max_steps,
         max_row_tokens=max_row_tokens,
-        autocast_dtype=None if dtype == torch.float32 else dtype,
         min_step_time_s=config.debug.min_step_time,
     )
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device)
+    _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device_name)
     with closing(JsonlMonitor(paths.metrics("trainer"))) as monitor:
         Trainer(
-            model=model,
+            model=ComputeModel(model, dtype),
             optimizer=ScheduledAdamW(model, config.optim, schedule),
             batches=batches,
             loss=loss,
             publisher=publisher,
             monitor=monitor,
-            meter=PerfMeter(model.config, device),
+            meter=PerfMeter(model.config, device, device_name),
             options=options,
         ).run()
 

@@ -56,10 +56,10 @@ def peak_memory_gib(device: torch.device) -> float:
 class PerfMeter:
     """Turns a batch and the seconds it took into the `perf/` metrics."""
 
-    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device, device_name: str) -> None:
         self._config = config
         self._device = device
-        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._peak = peak_flops(device_name)
 
     def measure(self, batch: TrainingBatch, seconds: float) -> dict[str, float]:
         metrics = {

@@ -15,7 +15,6 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,30 +29,29 @@ from prime_rl.monitors.base import Monitor
 from prime_rl.trainer.head import token_logprobs
 from prime_rl.trainer.optim import ScheduledAdamW
 from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import Publisher
-from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, LossOutput, TokenStreams
+from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, TokenStreams
 
 _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """How long to run, and how to compute."""
+    """How long to run, and what to accept."""
 
     max_steps: int | None
     max_row_tokens: int
     """Longest micro-batch that the trainer accepts."""
-    autocast_dtype: torch.dtype | None = None
-    """Data type of matmuls in forward and backward; None: that of the weights, float32."""
     min_step_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gradients:
+class BatchLoss:
     """What forward and backward over a batch leave besides `.grad`."""
 
-    losses: list[float]
-    """Per micro-batch, already divided by the loss tokens of the batch: they add up to the loss."""
+    per_micro_batch: list[float]
+    """Already divided by the loss tokens of the whole batch, so they add up to its loss."""
     metrics: dict[str, float]
 
 
@@ -63,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: ComputeModel,
         optimizer: ScheduledAdamW,
         batches: BatchSource,
         loss: LossFunction,
@@ -80,7 +78,6 @@ class Trainer:
         self._monitor = monitor
         self._meter = meter
         self._options = options
-        self._device = next(model.parameters()).device
 
     def run(self) -> None:
         """Train from step 0.
@@ -118,7 +115,7 @@ class Trainer:
         _logger.info(format_step(step, metrics))
 
     def _check_fit(self, batch: TrainingBatch) -> None:
-        vocab_size, longest = self._model.config.vocab_size, self._options.max_row_tokens
+        vocab_size, longest = self._model.model.config.vocab_size, self._options.max_row_tokens
         for row in batch.micro_batches:
             if row.input_ids.max() >= vocab_size:
                 raise DataError(
@@ -136,54 +133,51 @@ class Trainer:
         if batch.num_loss_tokens == 0:
             _logger.warning("Step %d: no token of the batch is in the loss, so the weights stay as they are", step)
             return {"loss/mean": 0.0, "optim/grad_norm": 0.0}
-        gradients = self._forward_backward(batch)
-        grad_norm = self._optimizer.clip()
-        metrics = {
-            **gradients.metrics,
-            "loss/mean": math.fsum(gradients.losses),
-            "optim/grad_norm": grad_norm,
-        }
-        if not (math.isfinite(metrics["loss/mean"]) and math.isfinite(grad_norm)):
+        result = accumulate_gradients(self._model, self._loss, batch)
+        loss, grad_norm = math.fsum(result.per_micro_batch), self._optimizer.clip()
+        metrics = {**result.metrics, "loss/mean": loss, "optim/grad_norm": grad_norm}
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._monitor.log(metrics, step=step)
-            raise PrimeRLError(_not_finite(step, gradients.losses, grad_norm))
+            raise PrimeRLError(_not_finite(step, result.per_micro_batch, grad_norm))
         return metrics | {"optim/lr": self._optimizer.apply(step)}
 
-    def _forward_backward(self, batch: TrainingBatch) -> _Gradients:
-        """Accumulate the gradients of the batch's loss, averaged over all its loss tokens."""
-        losses: list[Tensor] = []
-        metrics: dict[str, list[Tensor]] = {}
-        for row in batch.micro_batches:
-            output = self._forward(DeviceBatch.from_numpy(row, self._device))
-            loss = output.loss_sum / batch.num_loss_tokens
-            loss.backward()
-            losses.append(loss.detach())
-            for name, values_N in output.metrics_N.items():
-                metrics.setdefault(name, []).append(values_N)
-        return _Gradients(losses=torch.stack(losses).tolist(), metrics=_summarise(metrics))
 
-    def _forward(self, batch: DeviceBatch) -> LossOutput:
-        with self._autocast():
-            attention = PackedAttention(batch.seq_lens, self._device)
-            hidden_TH = self._model(batch.input_ids_T, batch.positions_T, attention)
-            logprobs_N, entropies_N = token_logprobs(
-                self._model.logits,
-                hidden_TH[batch.predictors_N],
-                batch.targets_N,
-                batch.temperatures_N,
-                vocab_size=self._model.config.vocab_size,
-            )
-        return self._loss(
-            TokenStreams(
-                logprobs_N=logprobs_N,
-                entropies_N=entropies_N,
-                inference_logprobs_N=batch.inference_logprobs_N,
-                advantages_N=batch.advantages_N,
-            )
-        )
+def accumulate_gradients(compute: ComputeModel, loss: LossFunction, batch: TrainingBatch) -> BatchLoss:
+    """Forward and backward over every micro-batch of the loss averaged over all loss tokens of the batch.
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = self._options.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+    The gradients are added to the master weights' `.grad`. How the batch is split into micro-batches and packed into
+    rows makes no difference.
+    """
+    compute.refresh()
+    device = next(compute.model.parameters()).device
+    losses: list[Tensor] = []
+    metrics: dict[str, list[Tensor]] = {}
+    for row in batch.micro_batches:
+        output = loss(_forward(compute.model, DeviceBatch.from_numpy(row, device), device))
+        row_loss = output.loss_sum / batch.num_loss_tokens
+        row_loss.backward()
+        compute.collect()
+        losses.append(row_loss.detach())
+        for name, values_N in output.metrics_N.items():
+            metrics.setdefault(name, []).append(values_N)
+    return BatchLoss(per_micro_batch=torch.stack(losses).tolist(), metrics=_summarise(metrics))
+
+
+def _forward(model: Decoder, batch: DeviceBatch, device: torch.device) -> TokenStreams:
+    hidden_TH = model(batch.input_ids_T, batch.positions_T, PackedAttention(batch.seq_lens, device))
+    logprobs_N, entropies_N = token_logprobs(
+        model.logits,
+        hidden_TH[batch.predictors_N],
+        batch.targets_N,
+        batch.temperatures_N,
+        vocab_size=model.config.vocab_size,
+    )
+    return TokenStreams(
+        logprobs_N=logprobs_N,
+        entropies_N=entropies_N,
+        inference_logprobs_N=batch.inference_logprobs_N,
+        advantages_N=batch.advantages_N,
+    )
 
 
 def _summarise(metrics: Mapping[str, list[Tensor]]) -> dict[str, float]:

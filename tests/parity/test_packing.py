@@ -1,0 +1,105 @@
+"""Packed rows give the loss and gradients of sequences computed one by one."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from prime_rl.config.trainer import LossConfig
+from prime_rl.data.packing import build_batch
+from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
+from prime_rl.models.decoder import Decoder, DecoderConfig
+from prime_rl.models.hf import empty_decoder, initialize
+from prime_rl.trainer.precision import ComputeModel
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.trainer import BatchLoss, accumulate_gradients
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def build(model_type: str) -> Decoder:
+    model = empty_decoder(
+        DecoderConfig.from_hf({**SHAPE, "model_type": model_type, "head_dim": 8}), device="cpu", dtype=torch.float32
+    )
+    initialize(model, seed=0)
+    return model
+
+
+def sample(rng: np.random.Generator, length: int) -> TrainingSample:
+    sampled = np.arange(length) >= int(rng.integers(1, length))
+    return TrainingSample(
+        token_ids=rng.integers(0, 97, length).astype(np.int32),
+        loss_mask=sampled,
+        logprobs=np.where(sampled, -3 * rng.random(length), 0).astype(np.float32),
+        versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+        temperature=float(0.5 + rng.random()),
+        advantage=float(rng.normal()),
+        reward=0.0,
+        env_name="e",
+        rollout_id="r",
+    )
+
+
+def run(model: Decoder, batch: TrainingBatch) -> tuple[BatchLoss, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    result = accumulate_gradients(ComputeModel(model, torch.float32), build_loss(LossConfig(kl_tau=0.1)), batch)
+    return result, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_packed_row_equals_its_sequences_alone(model_type):
+    rng = np.random.default_rng(0)
+    samples = [sample(rng, length) for length in (31, 2, 17, 16, 9, 30, 3)]
+    packed = build_batch(samples, step=0, seq_len=108)
+    alone = build_batch(samples, step=0, seq_len=31)
+    single_rows = [build_batch([item], step=0, seq_len=31).micro_batches[0] for item in samples]
+    alone = TrainingBatch(
+        step=0,
+        micro_batches=single_rows,
+        num_loss_tokens=alone.num_loss_tokens,
+        min_version=0,
+        max_version=0,
+    )
+    assert [len(row.seq_lens) for row in packed.micro_batches] == [7]
+    model = build(model_type)
+    expected, expected_gradients = run(model, alone)
+    found, found_gradients = run(model, packed)
+    assert found.per_micro_batch[0] == pytest.approx(math.fsum(expected.per_micro_batch), rel=1e-5)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+    for name, gradient in expected_gradients.items():
+        largest = float(gradient.abs().max())
+        assert torch.allclose(found_gradients[name], gradient, rtol=0, atol=1e-5 * largest), name
+
+
+def test_what_stands_beside_a_sequence_does_not_reach_it():
+    """A token changed in one sequence changes no gradient of another's loss."""
+    rng = np.random.default_rng(1)
+    trained, neighbour = sample(rng, 12), sample(rng, 20)
+    model = build("qwen3")
+
+    def gradients(neighbour_ids: np.ndarray) -> dict[str, torch.Tensor]:
+        silent = TrainingSample(
+            token_ids=neighbour_ids,
+            loss_mask=np.zeros(20, np.bool_),
+            logprobs=np.zeros(20, np.float32),
+            versions=np.full(20, NOT_SAMPLED, np.int32),
+            temperature=1.0,
+            advantage=0.0,
+            reward=0.0,
+            env_name="e",
+            rollout_id="n",
+        )
+        return run(model, build_batch([silent, trained], step=0, seq_len=32))[1]
+
+    first, second = gradients(neighbour.token_ids), gradients((neighbour.token_ids + 1) % 97)
+    for name, gradient in first.items():
+        assert torch.allclose(gradient, second[name], rtol=0, atol=1e-6 * float(gradient.abs().max())), name

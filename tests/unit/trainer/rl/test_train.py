@@ -1,0 +1,127 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from prime_rl.config.trainer import AdamWConfig, TrainerConfig, TrainerModelConfig, WeightsConfig
+from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
+from prime_rl.models.attention import PackedAttention
+from prime_rl.models.hf import load_decoder
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths
+from prime_rl.trainer.rl import train
+from prime_rl.trainer.rl.train import run
+from prime_rl.transport.batches import BatchWriter
+from prime_rl.transport.manifest import complete_steps, verify
+
+
+@pytest.fixture
+def config(tmp_path, model_dir, make_batch) -> TrainerConfig:
+    """Six steps on recorded batches."""
+    paths = RunPaths(tmp_path / "run")
+    for step in range(6):
+        BatchWriter(paths.rollouts).write(make_batch(step, seed=step))
+    return TrainerConfig(
+        model=TrainerModelConfig(name=str(model_dir), seq_len=32),
+        optim=AdamWConfig(lr=1e-3),
+        max_steps=6,
+        max_async_level=1,
+        batch_timeout=0.5,
+        device="cpu",
+        output_dir=tmp_path / "run",
+    )
+
+
+def test_recorded_batches_become_weights_and_metrics(config, model_dir):
+    run(config)
+    paths = RunPaths(config.output_dir)
+    assert complete_steps(paths.weights) == [4, 5, 6]
+    assert set(verify(paths.weights / "step_6").files) >= {"model.safetensors", "config.json", "tokenizer.json"}
+    rows = read_metrics(paths.metrics("trainer"))
+    assert [row["step"] for row in rows] == list(range(6))
+    for row in rows:
+        assert row["optim/lr"] == 1e-3
+        assert row["optim/grad_norm"] > 0
+        assert row["mismatch_kl/max"] >= row["mismatch_kl/mean"] >= 0
+        assert "perf/mfu" not in row
+
+
+def test_the_last_weights_open_in_transformers_and_give_the_trainers_logits(config, model_dir):
+    run(config)
+    directory = RunPaths(config.output_dir).weights / "step_6"
+    theirs = AutoModelForCausalLM.from_pretrained(directory)
+    ours, start = load_decoder(str(directory)), load_decoder(str(model_dir))
+    ids = torch.randint(0, 300, (10,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, before = (m.logits(m(ids, torch.arange(10), PackedAttention([10]))) for m in (ours, start))
+        expected = theirs(ids[None]).logits[0]
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (logits - before).abs().max() > 1e-2
+    assert PreTrainedTokenizerFast.from_pretrained(directory).decode([0]) == "!"
+
+
+def test_the_same_batches_give_the_same_weights(config, tmp_path):
+    run(config)
+    again = config.model_copy(update={"output_dir": tmp_path / "again"})
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "rollouts").symlink_to(config.output_dir / "rollouts")
+    run(again)
+    last = [RunPaths(directory).weights / "step_6" for directory in (config.output_dir, again.output_dir)]
+    assert verify(last[0]) == verify(last[1])
+
+
+def test_multiples_of_the_interval_stay(config):
+    run(config.model_copy(update={"weights": WeightsConfig(interval=2)}))
+    assert complete_steps(RunPaths(config.output_dir).weights) == [2, 4, 5, 6]
+
+
+def test_bfloat16_publishes_bfloat16(config):
+    model = config.model.model_copy(update={"optimization_dtype": "bfloat16"})
+    run(config.model_copy(update={"model": model, "max_steps": 2}))
+    directory = RunPaths(config.output_dir).weights / "step_2"
+    assert AutoModelForCausalLM.from_pretrained(directory).dtype == torch.bfloat16
+
+
+def test_weights_of_an_earlier_run_are_not_mixed_in(config):
+    run(config)
+    with pytest.raises(ArtifactError, match=r"holds weights of an earlier run \(up to step 6\)"):
+        run(config)
+
+
+def test_a_batch_that_never_comes_ends_the_run_and_leaves_what_was_done(config):
+    with pytest.raises(DeadlineExceeded, match="no batch for step 6"):
+        run(config.model_copy(update={"max_steps": 7}))
+    assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
+
+
+def test_a_gpu_that_is_not_there_is_said(config):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match="torch sees no GPU here"):
+        run(config.model_copy(update={"device": "cuda"}))
+
+
+def test_more_than_one_process_is_refused(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs as one process in this version, not as 2"):
+        run(config)
+
+
+def test_the_file_runs_as_a_script_and_ends_with_its_error(config, tmp_path):
+    """As `torchrun src/prime_rl/trainer/rl/train.py @ file.toml` starts it."""
+    file = tmp_path / "train.toml"
+    file.write_text(
+        f'max_steps = 7\ndevice = "cpu"\nbatch_timeout = 0.1\noutput_dir = "{config.output_dir}"\n'
+        f'[model]\nname = "{config.model.name}"\nseq_len = 32\n'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[3]), "WORLD_SIZE": "1"}
+    command = [sys.executable, train.__file__, "@", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("trainer: no batch for step 6 appeared in")
+    assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
+    assert "Step 5 | Time: " in RunPaths(config.output_dir).log("trainer").read_text()

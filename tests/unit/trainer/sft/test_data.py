@@ -1,0 +1,205 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prime_rl.config.trainer import SFTDataConfig
+from prime_rl.data.rendering import RenderedChat
+from prime_rl.data.samples import NOT_SAMPLED
+from prime_rl.errors import DataError
+from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def write_jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path) -> list[Row]:
+    return load_rows(SFTDataConfig(name=str(path)))
+
+
+def test_jsonl_rows_know_their_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"messages": 1}\n\n{"messages": 2}\n')
+    rows = load(file)
+    assert [row.values for row in rows] == [{"messages": 1}, {"messages": 2}]
+    assert [row.where for row in rows] == [f"{file}:1", f"{file}:3"]
+
+
+def test_parquet_rows_know_their_number(tmp_path):
+    pq.write_table(pa.Table.from_pylist([{"messages": CHAT}, {"messages": CHAT[:1]}]), tmp_path / "a.parquet")
+    rows = load(tmp_path / "a.parquet")
+    assert [conversation(row) for row in rows] == [CHAT, CHAT[:1]]
+    assert rows[1].where == f"{tmp_path / 'a.parquet'} row 1"
+
+
+def test_a_directory_is_all_its_files_in_order_of_name(tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", {"messages": 2})
+    write_jsonl(tmp_path / "a.jsonl", {"messages": 1})
+    (tmp_path / "notes.txt").write_text("not data")
+    assert [row.values["messages"] for row in load(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"messages": 1}\n{"messages"\n', r"a\.jsonl:2: not valid JSON"),
+        ("a.jsonl", "[1, 2]\n", r"a\.jsonl:1: not a JSON object; a row needs `messages`"),
+        ("a.jsonl", "\n", r"has no rows"),
+        ("a.parquet", "PAR0", r"a\.parquet is not a readable Parquet file"),
+        ("a.csv", "x", r"a\.csv is neither \.jsonl nor \.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+
+
+def test_missing_data_is_said_in_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
+        load(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"holds no \.jsonl or \.parquet file"):
+        load(tmp_path)
+
+
+def test_a_hub_data_set_that_cannot_be_reached_is_said_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="data set 'nobody/nothing', split 'train', is neither a local file") as caught:
+        load("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"messages": CHAT}, CHAT),
+        ({"prompt": "hi", "completion": "yo"}, CHAT),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ({"prompt": "hi", "completion": CHAT[1:]}, CHAT),
+        ({"messages": None, "prompt": "hi", "completion": "yo"}, CHAT),
+        ({"messages": [{**CHAT[0], "tool_calls": None}]}, CHAT[:1]),
+    ],
+)
+def test_rows_become_conversations(values, expected):
+    assert conversation(Row(where="f:1", values=values)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text": "hi", "id": 3}, r"f:1: a row needs `messages` .*; it has id, text"),
+        ({}, r"f:1: .*; it has nothing"),
+        ({"prompt": "hi"}, r"f:1: .*it has prompt"),
+        ({"messages": "hi"}, r"f:1: messages is a str; a row needs"),
+        ({"messages": ["hi"]}, r"f:1: messages is a list; a row needs"),
+        ({"prompt": 3, "completion": "yo"}, r"f:1: prompt is a int"),
+    ],
+)
+def test_a_row_of_another_form_is_named_with_what_it_should_be(values, message):
+    with pytest.raises(DataError, match=message):
+        conversation(Row(where="f:1", values=values))
+
+
+def render(row: Row) -> RenderedChat:
+    """A row's `length` tokens, all equal to its `id`, trained from the second on unless it says otherwise."""
+    length = row.values["length"]
+    mask = np.arange(length) > 0 if row.values.get("trained", True) else np.zeros(length, np.bool_)
+    return RenderedChat(token_ids=np.full(length, row.values["id"], np.int32), loss_mask=mask)
+
+
+def packed(lengths, *, batch_size=2, seq_len=8, micro_batch_tokens=8, seed=0, shuffle=True) -> PackedExamples:
+    rows = [Row(where=f"f:{i}", values={"id": i, "length": length}) for i, length in enumerate(lengths)]
+    config = SFTDataConfig(name="d", batch_size=batch_size, seq_len=seq_len, seed=seed, shuffle=shuffle)
+    return PackedExamples(rows, render, config, micro_batch_tokens=micro_batch_tokens)
+
+
+def ids(batch) -> list[list[int]]:
+    """Ids of the examples in each micro-batch."""
+    return [row.input_ids[row.positions == 0].tolist() for row in batch.micro_batches]
+
+
+def test_examples_fill_rows_first_fit_and_the_rest_opens_the_next_batch():
+    source = packed([5, 5, 3, 5, 2, 6, 1], shuffle=False)
+    # 0 and 1 open the rows, 2 fits beside 0; 3 finds no room, 4 fits beside 1, 5 finds none: the batch is full.
+    assert ids(source.next(0)) == [[0, 2], [1, 4]]
+    second = ids(source.next(1))
+    assert [row[0] for row in second] == [3, 5]
+
+
+def test_no_example_is_cut_or_lost_over_epochs():
+    lengths = np.random.default_rng(0).integers(2, 9, size=50).tolist()
+    source = packed(lengths, batch_size=4)
+    seen: list[int] = []
+    for step in range(30):
+        batch = source.next(step)
+        assert batch.step == step
+        assert (batch.min_version, batch.max_version) == (NOT_SAMPLED, NOT_SAMPLED)
+        for row in batch.micro_batches:
+            assert row.num_tokens <= 8
+            for start, length in zip(np.flatnonzero(row.positions == 0), row.seq_lens, strict=True):
+                identity = int(row.input_ids[start])
+                assert length == lengths[identity]
+                seen.append(identity)
+    counts = np.bincount(seen, minlength=50)
+    # The carry-over may hold back or bring forward an example by a batch, not more.
+    assert counts.max() - counts.min() <= 1
+
+
+def test_the_streams_of_sft_are_neutral():
+    (row, *_) = packed([5, 3], shuffle=False).next(0).micro_batches
+    assert not row.advantages.any()
+    assert not row.inference_logprobs.any()
+    assert (row.temperatures == 1).all()
+    assert row.loss_mask.tolist() == [False, True, True, True, True, False, True, True]
+
+
+def test_rows_are_joined_to_larger_micro_batches():
+    apart = packed([8] * 4, batch_size=4, shuffle=False).next(0)
+    joined = packed([8] * 4, batch_size=4, micro_batch_tokens=30, shuffle=False).next(0)
+    assert [row.num_tokens for row in apart.micro_batches] == [8, 8, 8, 8]
+    assert [row.num_tokens for row in joined.micro_batches] == [24, 8]
+    assert joined.num_loss_tokens == apart.num_loss_tokens == 28
+    assert [row.num_tokens for row in packed([8] * 4, micro_batch_tokens=1).next(0).micro_batches] == [8, 8]
+
+
+def test_the_seed_alone_decides_the_order_and_every_epoch_has_its_own():
+    def order(seed: int, shuffle: bool = True) -> list[list[list[int]]]:
+        source = packed([8] * 6, batch_size=6, seed=seed, shuffle=shuffle)
+        return [ids(source.next(step)) for step in range(3)]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    first, second, _ = order(0)
+    assert first != second
+    assert sorted(first) == [[0], [1], [2], [3], [4], [5]]
+    assert order(0, shuffle=False)[0] == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_examples_that_do_not_fit_or_teach_nothing_are_skipped_and_counted(caplog):
+    rows = [Row(where="f", values={"id": i, "length": n, "trained": n != 7}) for i, n in enumerate([8, 9, 7, 20, 8])]
+    config = SFTDataConfig(name="d", batch_size=2, seq_len=8, shuffle=False)
+    source = PackedExamples(rows, render, config, micro_batch_tokens=8)
+    with caplog.at_level("WARNING", logger="prime_rl"):
+        assert [ids(source.next(step)) for step in range(3)] == [[[0], [4]]] * 3
+    assert caplog.text.count("Skipped 3 of 5 rows: 2 are longer than seq_len = 8, 1 have nothing to train on") == 1
+
+
+def test_data_without_one_usable_row_are_an_error_and_no_endless_loop():
+    with pytest.raises(DataError, match="none of the 2 rows of d can be trained on: 2 are longer than seq_len = 8"):
+        packed([9, 10]).next(0)
+
+
+def test_an_error_of_rendering_names_the_row():
+    def refuse(row: Row) -> RenderedChat:
+        raise DataError("messages[0].role must be one of ...")
+
+    source = PackedExamples([Row(where="f:7", values={})], refuse, SFTDataConfig(name="d"), micro_batch_tokens=8)
+    with pytest.raises(DataError, match=r"^f:7: messages\[0\]\.role"):
+        source.next(0)

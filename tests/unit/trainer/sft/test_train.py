@@ -1,0 +1,87 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.config.trainer import AdamWConfig, SFTConfig, SFTDataConfig, TrainerModelConfig, WeightsConfig
+from prime_rl.errors import ConfigError, DataError
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths
+from prime_rl.trainer.sft.train import run, sft_loss
+from prime_rl.trainer.streams import TokenStreams
+from prime_rl.transport.manifest import complete_steps
+
+
+@pytest.fixture
+def config(tmp_path, model_dir) -> SFTConfig:
+    """Fifteen steps on a task that is easily learnt: the reply is always the same."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"question {index}", "completion": "always this"} for index in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SFTConfig(
+        model=TrainerModelConfig(name=str(model_dir), seq_len=256),
+        data=SFTDataConfig(name=str(data), batch_size=4, seq_len=128),
+        optim=AdamWConfig(lr=2e-2),
+        weights=WeightsConfig(interval=10),
+        max_steps=15,
+        device="cpu",
+        output_dir=tmp_path / "run",
+    )
+
+
+def test_the_loss_is_the_negative_log_likelihood():
+    streams = TokenStreams(
+        logprobs_N=torch.tensor([-0.1, -0.2]),
+        entropies_N=torch.tensor([0.5, 1.5]),
+        inference_logprobs_N=torch.zeros(2),
+        advantages_N=torch.zeros(2),
+    )
+    output = sft_loss(streams)
+    assert output.loss_sum.item() == pytest.approx(0.3)
+    assert output.metrics_N["entropy"].tolist() == [0.5, 1.5]
+
+
+def test_the_loss_falls_and_weights_are_published_at_the_interval_and_the_end(config):
+    run(config)
+    paths = RunPaths(config.output_dir)
+    assert complete_steps(paths.weights) == [10, 15]
+    rows = read_metrics(paths.metrics("trainer"))
+    losses = [row["loss/mean"] for row in rows]
+    assert len(losses) == 15
+    assert losses[-1] < 0.3 * losses[0]
+    assert "mismatch_kl/mean" not in rows[0]
+    assert rows[0]["progress/sequences"] > 4
+
+
+def test_the_result_answers_in_transformers(config, model_dir):
+    from prime_rl.data.rendering import load_tokenizer
+
+    run(config.model_copy(update={"max_steps": 40}))
+    directory = RunPaths(config.output_dir).weights / "step_40"
+    tokenizer, model = load_tokenizer(directory), AutoModelForCausalLM.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "question 99"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == "always this<|im_end|>"
+
+
+def test_the_same_seed_gives_the_same_losses(config, tmp_path):
+    short = config.model_copy(update={"max_steps": 3})
+    run(short)
+    run(short.model_copy(update={"output_dir": tmp_path / "again"}))
+    one, two = (read_metrics(RunPaths(tmp_path / name).metrics("trainer")) for name in ("run", "again"))
+    assert [row["loss/mean"] for row in one] == [row["loss/mean"] for row in two]
+
+
+def test_a_run_that_would_save_nothing_is_refused(config):
+    with pytest.raises(ConfigError, match=r"set max_steps, weights\.interval, or both"):
+        run(config.model_copy(update={"max_steps": None, "weights": WeightsConfig()}))
+
+
+def test_a_malformed_row_is_named_by_file_and_line(config, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "bot", "content": "x"}]}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl:1: messages\[0\]\.role must be one of"):
+        run(config)
+    assert complete_steps(RunPaths(config.output_dir).weights) == []

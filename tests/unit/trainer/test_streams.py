@@ -1,0 +1,27 @@
+import numpy as np
+import torch
+
+from prime_rl.data.samples import MicroBatch
+from prime_rl.trainer.streams import DeviceBatch
+
+
+def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
+    row = MicroBatch(
+        input_ids=np.array([5, 9, 7, 2, 8, 6], np.int32),
+        loss_mask=np.array([False, False, True, True, False, True]),
+        advantages=np.array([0, 0, 1, 2, 0, 3], np.float32),
+        inference_logprobs=np.array([0, 0, -1, -2, 0, -3], np.float32),
+        temperatures=np.array([1, 1, 0.5, 0.5, 2, 2], np.float32),
+        seq_lens=np.array([4, 2], np.int32),
+    )
+    batch = DeviceBatch.from_numpy(row, torch.device("cpu"))
+    assert batch.input_ids_T.tolist() == [5, 9, 7, 2, 8, 6]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.seq_lens == [4, 2]
+    assert batch.predictors_N.tolist() == [1, 2, 4]
+    assert batch.targets_N.tolist() == [7, 2, 6]
+    assert batch.temperatures_N.tolist() == [0.5, 0.5, 2]
+    assert batch.advantages_N.tolist() == [1, 2, 3]
+    assert batch.inference_logprobs_N.tolist() == [-1, -2, -3]
+    assert batch.targets_N.dtype == torch.int64
+    assert batch.advantages_N.dtype == torch.float32

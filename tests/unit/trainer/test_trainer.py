@@ -1,0 +1,226 @@
+import math
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from prime_rl.config.trainer import AdamWConfig, LossConfig
+from prime_rl.data.samples import TrainingBatch
+from prime_rl.errors import DataError, PrimeRLError
+from prime_rl.monitors.base import FakeMonitor
+from prime_rl.trainer.optim import ScheduledAdamW
+from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.precision import ComputeModel
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.streams import LossOutput
+from prime_rl.trainer.trainer import LoopOptions, Trainer, accumulate_gradients, format_step
+
+
+class Batches:
+    """Hands out batches that are there already."""
+
+    def __init__(self, *batches: TrainingBatch) -> None:
+        self.batches = batches
+
+    def next(self, step: int) -> TrainingBatch:
+        return self.batches[step]
+
+
+class Publisher:
+    """Notes what is published, and the embedding at that time."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.published: list[tuple[int, float]] = []
+
+    def publish(self, step: int) -> None:
+        self.published.append((step, self.model.model.embed_tokens.weight.sum().item()))
+
+
+def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
+    publisher, monitor = Publisher(model), FakeMonitor()
+    built = Trainer(
+        model=ComputeModel(model, torch.float32),
+        optimizer=ScheduledAdamW(model, AdamWConfig(lr=lr), lambda step: lr / (step + 1)),
+        batches=Batches(*batches),
+        loss=loss or build_loss(LossConfig()),
+        publisher=publisher,
+        monitor=monitor,
+        meter=PerfMeter(model.config, torch.device("cpu"), "NVIDIA H200"),
+        options=LoopOptions(**{"max_steps": len(batches), "max_row_tokens": 64, **options}),
+    )
+    return built, publisher, monitor
+
+
+def masked(batch: TrainingBatch) -> TrainingBatch:
+    rows = [msgspec.structs.replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in batch.micro_batches]
+    return msgspec.structs.replace(batch, micro_batches=rows, num_loss_tokens=0)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_batch):
+    before = decoder.model.embed_tokens.weight.sum().item()
+    built, publisher, monitor = trainer(decoder, make_batch(0), make_batch(1, seed=1))
+    built.run()
+    assert [step for step, _ in publisher.published] == [1, 2]
+    assert len({before, *(value for _, value in publisher.published)}) == 3
+    assert [step for step, _ in monitor.rows] == [0, 1]
+    row = monitor.rows[1][1]
+    assert set(row) == {
+        *("loss/mean", "entropy/mean", "entropy/max", "mismatch_kl/mean", "mismatch_kl/max"),
+        *("is_masked/mean", "is_masked/max", "optim/grad_norm", "optim/lr"),
+        *("perf/throughput", "perf/mfu", "perf/peak_memory_gib"),
+        *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
+        *("progress/tokens", "progress/loss_tokens", "progress/sequences"),
+    }
+    assert all(math.isfinite(value) for value in row.values())
+    assert row["optim/lr"] == 5e-3
+    assert row["mismatch_kl/mean"] > 0
+    assert 0 < row["entropy/mean"] <= row["entropy/max"] <= math.log(300) + 1e-5
+
+
+def test_training_lowers_the_loss_of_a_repeated_batch(decoder, make_batch):
+    batches = [make_batch(step, seed=0) for step in range(12)]
+    built, _, monitor = trainer(
+        decoder, *batches, loss=lambda streams: LossOutput(loss_sum=-streams.logprobs_N.sum(), metrics_N={})
+    )
+    built.run()
+    losses = [row["loss/mean"] for _, row in monitor.rows]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("seq_len", [20, 32, 200])
+def test_the_split_into_micro_batches_changes_neither_loss_nor_gradients(decoder, make_batch, seq_len):
+    def run(batch: TrainingBatch):
+        decoder.zero_grad()
+        return accumulate_gradients(ComputeModel(decoder, torch.float32), build_loss(LossConfig()), batch), gradients(
+            decoder
+        )
+
+    whole, expected = run(make_batch(count=9, seq_len=1000))
+    split, found = run(make_batch(count=9, seq_len=seq_len))
+    assert len(whole.per_micro_batch) == 1
+    assert len(split.per_micro_batch) > 1 or seq_len == 200
+    assert math.fsum(split.per_micro_batch) == pytest.approx(whole.per_micro_batch[0], rel=1e-5)
+    assert split.metrics == pytest.approx(whole.metrics, rel=1e-5)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_every_token_of_the_batch_weighs_the_same_wherever_it_lies(decoder, make_batch):
+    """Micro-batches of unequal size: their means would weigh tokens of the small one more."""
+    batch = make_batch(count=9, seq_len=40)
+    sizes = [row.num_loss_tokens for row in batch.micro_batches]
+    assert len(set(sizes)) > 1
+    ones = accumulate_gradients(
+        ComputeModel(decoder, torch.float32),
+        lambda streams: LossOutput(loss_sum=(streams.logprobs_N * 0 + 1).sum(), metrics_N={}),
+        batch,
+    )
+    assert ones.per_micro_batch == pytest.approx([size / sum(sizes) for size in sizes])
+
+
+def test_a_batch_without_loss_tokens_is_said_in_words_and_leaves_the_weights_alone(decoder, make_batch, caplog):
+    before = [parameter.detach().clone() for parameter in decoder.parameters()]
+    built, publisher, monitor = trainer(decoder, masked(make_batch(0)))
+    with caplog.at_level("INFO", logger="prime_rl"):
+        built.run()
+    assert "Step 0: no token of the batch is in the loss" in caplog.text
+    assert [step for step, _ in publisher.published] == [1]
+    assert monitor.rows[0][1]["loss/mean"] == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, decoder.parameters(), strict=True))
+
+
+def test_a_micro_batch_without_loss_tokens_adds_nothing(decoder, make_batch):
+    batch = make_batch(count=9, seq_len=40)
+    empty = masked(batch).micro_batches[0]
+    with_empty = msgspec.structs.replace(batch, micro_batches=[empty, *batch.micro_batches])
+    loss = build_loss(LossConfig())
+    plain = accumulate_gradients(ComputeModel(decoder, torch.float32), loss, batch)
+    expected = gradients(decoder)
+    decoder.zero_grad()
+    assert accumulate_gradients(ComputeModel(decoder, torch.float32), loss, with_empty).per_micro_batch == [
+        0.0,
+        *plain.per_micro_batch,
+    ]
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(decoder).items())
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_are_spoilt(decoder, make_batch):
+    batch = make_batch(count=9, seq_len=40)
+    spoilt = batch.micro_batches[1].num_loss_tokens
+
+    def loss(streams):
+        factor = math.nan if len(streams.logprobs_N) == spoilt else 1.0
+        return LossOutput(loss_sum=factor * streams.logprobs_N.sum(), metrics_N={"entropy": streams.entropies_N})
+
+    assert [row.num_loss_tokens for row in batch.micro_batches].index(spoilt) == 1
+    before = [parameter.detach().clone() for parameter in decoder.parameters()]
+    built, publisher, monitor = trainer(decoder, batch, loss=loss)
+    message = rf"step 0: the loss of micro-batch 1 of {len(batch.micro_batches)} is nan.*mismatch_kl/max"
+    with pytest.raises(PrimeRLError, match=message):
+        built.run()
+    assert publisher.published == []
+    assert math.isnan(monitor.rows[0][1]["loss/mean"])
+    assert all(torch.equal(old, new) for old, new in zip(before, decoder.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_stops_too(decoder, make_batch):
+    def loss(streams):  # a finite value whose slope is infinite
+        return LossOutput(
+            loss_sum=(streams.logprobs_N - streams.logprobs_N.detach()).clamp(min=0).sqrt().sum(), metrics_N={}
+        )
+
+    built, publisher, _ = trainer(decoder, make_batch(0), loss=loss)
+    with pytest.raises(PrimeRLError, match="step 0: the gradient norm is nan; training stopped"):
+        built.run()
+    assert publisher.published == []
+
+
+def test_tokens_of_another_vocabulary_are_refused(decoder, make_batch):
+    batch = make_batch(0)
+    row = batch.micro_batches[0]
+    foreign = row.input_ids.copy()
+    foreign[3] = 300
+    batch.micro_batches[0] = msgspec.structs.replace(row, input_ids=foreign)
+    built, _, _ = trainer(decoder, batch)
+    with pytest.raises(DataError, match="batch 0 holds token 300, the model has 300 tokens"):
+        built.run()
+
+
+def test_rows_longer_than_the_trainer_takes_are_refused(decoder, make_batch):
+    built, _, _ = trainer(decoder, make_batch(0, seq_len=60), max_row_tokens=32)
+    with pytest.raises(DataError, match=r"more than the trainer's model\.seq_len = 32"):
+        built.run()
+
+
+def test_a_step_is_padded_to_its_least_time(decoder, make_batch):
+    built, _, monitor = trainer(decoder, make_batch(0), make_batch(1), min_step_time_s=0.2)
+    start = time.perf_counter()
+    built.run()
+    assert time.perf_counter() - start >= 0.4
+    assert all(row["time/step"] >= 0.2 for _, row in monitor.rows)
+
+
+def test_the_log_line_has_every_field_in_order_and_leaves_out_what_a_step_lacks():
+    metrics = {
+        "time/step": 1.234,
+        "loss/mean": -0.01234,
+        "entropy/mean": 2.5,
+        "mismatch_kl/mean": 0.00012,
+        "optim/grad_norm": 0.5,
+        "optim/lr": 1e-6,
+        "perf/throughput": 12345.6,
+        "perf/mfu": 41.27,
+        "perf/peak_memory_gib": 3.14,
+    }
+    assert format_step(3, metrics) == (
+        "Step 3 | Time: 1.23s | Loss: -0.0123 | Entropy: 2.5000 | Mismatch KL: 0.0001 | Grad. Norm: 0.5000 | "
+        "LR: 1.00e-06 | Throughput: 12346 tokens/s | MFU: 41.3% | Peak Mem.: 3.1 GiB"
+    )
+    assert format_step(0, {"loss/mean": 1.0}) == "Step 0 | Loss: 1.0000"

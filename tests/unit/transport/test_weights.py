@@ -1,0 +1,116 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.errors import ArtifactError
+from prime_rl.models.attention import PackedAttention
+from prime_rl.models.decoder import Decoder, DecoderConfig
+from prime_rl.models.hf import empty_decoder, hf_tensors, initialize, load_hf_tensors
+from prime_rl.transport.manifest import complete_steps, digest
+from prime_rl.transport.weights import publish_weights, read_weights
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.5,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    directory = tmp_path / "assets"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "tie_word_embeddings": True}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "training_args.bin").write_bytes(b"not wanted")
+    return directory
+
+
+def decoder(*, tie: bool = True, seed: int = 0) -> Decoder:
+    config = DecoderConfig.from_hf({**HF_CONFIG, "tie_word_embeddings": tie})
+    model = empty_decoder(config, device="cpu", dtype=torch.float32)
+    initialize(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 2000])
+def test_weights_read_back_equal_the_weights_published(tmp_path, assets, tie, max_shard_bytes):
+    sent, received = decoder(tie=tie), decoder(tie=tie, seed=1)
+    directory = publish_weights(
+        hf_tensors(sent), step=4, weights_dir=tmp_path / "weights", assets=assets, max_shard_bytes=max_shard_bytes
+    )
+    assert directory == tmp_path / "weights" / "step_4"
+    has_shards = (directory / "model.safetensors.index.json").exists()
+    assert has_shards == (max_shard_bytes == 2000)
+    load_hf_tensors(received, read_weights(directory))
+    for (name, expected), (_, found) in zip(hf_tensors(sent), hf_tensors(received), strict=True):
+        assert torch.equal(expected, found), name
+
+
+def test_bfloat16_travels_as_bfloat16_and_the_config_says_so(tmp_path, assets):
+    tensors = [(name, tensor.bfloat16()) for name, tensor in hf_tensors(decoder())]
+    directory = publish_weights(iter(tensors), step=1, weights_dir=tmp_path, assets=assets)
+    read = dict(read_weights(directory))
+    assert {tensor.dtype for tensor in read.values()} == {torch.bfloat16}
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors)
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_the_directory_opens_in_transformers_and_gives_our_logits(tmp_path, assets):
+    model = decoder()
+    directory = publish_weights(hf_tensors(model), step=1, weights_dir=tmp_path, assets=assets)
+    theirs = AutoModelForCausalLM.from_pretrained(directory)
+    assert theirs.dtype == torch.float32
+    ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model.logits(model(ids, torch.arange(12), PackedAttention([12])))
+        expected = theirs(ids[None]).logits[0]
+    assert expected.std() > 1
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_only_what_a_reader_needs_is_published(tmp_path, assets):
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    assert sorted(os.listdir(directory)) == ["STABLE", "config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_equal_weights_have_equal_digests(tmp_path, assets):
+    one = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    two = publish_weights(hf_tensors(decoder()), step=2, weights_dir=tmp_path, assets=assets)
+    other = publish_weights(hf_tensors(decoder(seed=1)), step=3, weights_dir=tmp_path, assets=assets)
+    assert digest(one) == digest(two) != digest(other)
+
+
+def test_a_damaged_tensor_file_is_refused_before_any_tensor_is_read(tmp_path, assets):
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"step_1/model\.safetensors is damaged"):
+        read_weights(directory)
+
+
+def test_a_source_that_fails_half_way_publishes_nothing(tmp_path, assets):
+    def tensors():
+        yield "model.embed_tokens.weight", torch.zeros(64, 16)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publish_weights(tensors(), step=1, weights_dir=tmp_path / "weights", assets=assets)
+    assert complete_steps(tmp_path / "weights") == []
+    assert os.listdir(tmp_path / "weights") == []
