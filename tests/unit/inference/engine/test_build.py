@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.errors import ConfigError, ModelError
+from prime_rl.inference.engine.build import build_engine
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "eos_token_id": [1, 2],
+}
+
+
+def config(directory: Path, **fields: Any) -> InferenceConfig:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    model = {"name": str(directory)} | fields.pop("model", {})
+    return InferenceConfig.model_validate({"model": model, "device": "cpu", "max_num_seqs": 2} | fields)
+
+
+async def test_the_cache_is_no_larger_than_all_requests_can_use(tmp_path: Path) -> None:
+    engine = build_engine(config(tmp_path))
+    assert engine.stats().kv_blocks_total == 2 * 4
+    assert (engine.max_model_len, engine.vocab_size, engine.eos_token_ids) == (64, 40, frozenset({1, 2}))
+    await engine.close()
+
+
+async def test_a_small_cache_limits_requests(tmp_path: Path) -> None:
+    block_bytes = 2 * 2 * 8 * 16 * 4
+    engine = build_engine(config(tmp_path, kv_cache_memory_gb=3.5 * block_bytes / 1024**3))
+    assert (engine.stats().kv_blocks_total, engine.max_model_len) == (3, 48)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": {"max_model_len": 65}}, "more than the 64 positions"),
+        ({"kv_cache_memory_gb": 1e-9}, "no room for a block"),
+        ({"model": {"max_model_len": 64}, "kv_cache_memory_gb": 4e-6}, "the KV cache holds"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config(tmp_path, **fields))
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="no/such-model"):
+        build_engine(config(tmp_path, model={"name": "no/such-model"}))

@@ -1,0 +1,119 @@
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.errors import ModelError
+from prime_rl.models.hf import (
+    copy_assets,
+    eos_token_ids,
+    hf_tensors,
+    load_decoder,
+    load_hf_tensors,
+    read_safetensors,
+    resolve_model,
+    write_safetensors,
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def model_dir(directory: Path, **change: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | change))
+    return directory
+
+
+def test_a_directory_without_weights_is_initialised_from_the_seed_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = str(model_dir(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        first, again, other = (dict(hf_tensors(load_decoder(directory, seed=seed))) for seed in (1, 1, 2))
+    assert "initialised at random from seed 1" in caplog.text
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], other[name])
+    assert first[name].std().item() == pytest.approx(0.02, rel=0.2)
+    assert torch.equal(first["model.norm.weight"], torch.ones(16))
+
+
+def test_initial_weights_in_bfloat16_are_the_rounded_ones_of_float32(tmp_path: Path) -> None:
+    directory = str(model_dir(tmp_path))
+    exact = dict(hf_tensors(load_decoder(directory)))
+    rounded = dict(hf_tensors(load_decoder(directory, dtype=torch.bfloat16)))
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
+def test_tensors_survive_writing_and_reading(max_shard_bytes: int, tmp_path: Path) -> None:
+    decoder = load_decoder(str(model_dir(tmp_path / "in")))
+    files = write_safetensors(hf_tensors(decoder), tmp_path / "out", max_shard_bytes)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files)
+    assert (len(files) > 1) == (max_shard_bytes == 3000)
+    copy_assets(tmp_path / "in", tmp_path / "out")
+    reread = dict(hf_tensors(load_decoder(str(tmp_path / "out"), seed=5)))
+    for name, tensor in hf_tensors(decoder):
+        assert torch.equal(reread[name], tensor), name
+
+
+def test_a_saved_copy_of_the_tied_embedding_is_ignored(tmp_path: Path) -> None:
+    decoder = load_decoder(str(model_dir(tmp_path, tie_word_embeddings=True)))
+    tensors = [*hf_tensors(decoder), ("lm_head.weight", torch.zeros(32, 16))]
+    load_hf_tensors(decoder, tensors)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    decoder = load_decoder(str(model_dir(tmp_path)))
+    tensors = dict(hf_tensors(decoder))
+    with pytest.raises(ModelError, match="model\\.extra is unexpected"):
+        load_hf_tensors(decoder, [*tensors.items(), ("model.extra", torch.zeros(1))])
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(3,\), config.json asks for \(16,\)"):
+        load_hf_tensors(decoder, (tensors | {"model.norm.weight": torch.zeros(3)}).items())
+    del tensors["model.norm.weight"]
+    with pytest.raises(ModelError, match=r"lack 1 tensors: model\.norm\.weight"):
+        load_hf_tensors(decoder, tensors.items())
+    load_hf_tensors(decoder, tensors.items(), strict=False)
+
+
+def test_a_name_that_is_nowhere_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="neither a local directory nor a hub model") as caught:
+        resolve_model("/no/such/directory")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_directories_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json is missing"):
+        load_decoder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"not valid JSON"):
+        load_decoder(str(tmp_path))
+    model_dir(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ModelError, match=r"model.safetensors is not a readable safetensors file"):
+        load_decoder(str(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin but neither"):
+        load_decoder(str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"missing: gone.safetensors"):
+        list(read_safetensors(tmp_path))
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    assert eos_token_ids(model_dir(tmp_path)) == frozenset()
+    assert eos_token_ids(model_dir(tmp_path, eos_token_id=3)) == {3}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    assert eos_token_ids(tmp_path) == {4, 5}
