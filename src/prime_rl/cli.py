@@ -56,6 +56,14 @@ def _command(name: str, root: type[Config], work: Callable[[Config], None], argv
         sys.exit(130)
 
 
+def _show(text: str) -> None:
+    """Print a long text; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _process(
     name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig"
 ) -> None:
