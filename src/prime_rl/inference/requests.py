@@ -5,6 +5,7 @@ Everything that can be wrong with a request is found here, before the engine see
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
@@ -18,6 +19,7 @@ from prime_rl.transport.api import (
     Message,
     SamplingFields,
     StreamOptions,
+    TokenIds,
 )
 
 COMPLETION_MAX_TOKENS = 16
@@ -25,6 +27,9 @@ COMPLETION_MAX_TOKENS = 16
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one are taken as 0, as vLLM does; dividing logits by them would overflow."""
+
+UNION_TYPES = frozenset({"str", "int"})
+"""Types in the unions of the request fields, beside lists."""
 
 Body = TypeVar("Body", bound=Message)
 
@@ -56,7 +61,7 @@ class ChatRequest(StreamingFields):
 class CompletionRequest(StreamingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
@@ -93,9 +98,11 @@ def parse(body: Any, kind: type[Body]) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise HttpError(f"{field}: {first['msg']}" if field else first["msg"], param=field or None) from error
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        field = _field(problems[0]["loc"])
+        # A field of several types has one problem for each of them.
+        reasons = dict.fromkeys(problem["msg"] for problem in problems if _field(problem["loc"]) == field)
+        raise HttpError(f"{field}: {' or '.join(reasons)}", param=field) from error
 
 
 def checked_prompt(prompt_ids: Sequence[int], limits: Limits, *, param: str) -> list[int]:
@@ -166,6 +173,12 @@ def num_choices(fields: SamplingFields, num_prompts: int = 1) -> int:
     if n * num_prompts > MAX_CHOICES:
         raise HttpError(f"{num_prompts} prompts with n={n} are above {MAX_CHOICES} choices a request", param="n")
     return n
+
+
+def _field(location: Sequence[str | int]) -> str:
+    """The field that a validation error is about, without the names of types that pydantic adds for unions."""
+    names = (str(part) for part in location)
+    return ".".join(takewhile(lambda name: name not in UNION_TYPES and "[" not in name, names))
 
 
 def _given(value: float | None, default: float) -> float:

@@ -21,6 +21,9 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives reported for a token, as in the OpenAI API."""
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+"""Token ids; validation stops at the first that is none, for there may be millions."""
+
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -96,7 +99,7 @@ class SamplingFields(Message):
     stop: str | list[str] | None = None
     """The text ends before the first of these strings."""
 
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,7 +129,7 @@ class GenerateRequest(Message):
     Example: `{"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 8, "logprobs": 1}}`
     """
 
-    token_ids: Annotated[list[int], Field(min_length=1)]
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateSampling
     model: str | None = None
     request_id: str | None = None

@@ -1,0 +1,80 @@
+import socket
+
+import pytest
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.errors import ConfigError, ModelError
+from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run
+
+
+def config(**fields):
+    return InferenceConfig.model_validate(fields)
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch):
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+
+def test_without_a_key_only_loopback_is_served():
+    assert host_of(config(), None) == "127.0.0.1"
+
+
+def test_with_a_key_all_interfaces_are_served():
+    assert host_of(config(), "key") == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_a_loopback_host_needs_no_key(host):
+    assert host_of(config(server={"host": host}), None) == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_any_other_host_needs_a_key(host):
+    with pytest.raises(ConfigError, match=r"server\.host"):
+        host_of(config(server={"host": host}), None)
+    assert host_of(config(server={"host": host}), "key") == host
+
+
+def test_the_configured_key_comes_before_the_environments(monkeypatch):
+    assert api_key_of(config()) is None
+    monkeypatch.setenv(API_KEY_VARIABLE, "from the environment")
+    assert api_key_of(config()) == "from the environment"
+    assert api_key_of(config(api_key="mine")) == "mine"
+    monkeypatch.setenv(API_KEY_VARIABLE, "")
+    assert api_key_of(config()) is None
+
+
+def test_a_port_that_is_taken_is_one_sentence(free_port):
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(ConfigError) as caught:
+        bind("127.0.0.1", free_port)
+    assert f"port {free_port} on 127.0.0.1 is already in use" in str(caught.value)
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        bind("192.0.2.1", 0)
+
+
+def test_port_zero_takes_a_free_port():
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+def test_the_backend_is_the_embedded_one():
+    assert choose_backend(config()) == choose_backend(config(backend="embedded")) == "embedded"
+
+
+def test_vllm_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="comes with a later version"):
+        run(config(backend="vllm"))
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded(free_port):
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(ConfigError, match="already in use"):
+        run(config(server={"port": free_port}, model={"name": "/no/such/model"}))
+
+
+def test_a_missing_model_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError):
+        run(config(server={"port": 0}, model={"name": str(tmp_path / "nothing")}))
