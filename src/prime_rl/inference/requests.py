@@ -31,6 +31,8 @@ GREEDY_BELOW = 1e-5
 UNION_TYPES = frozenset({"str", "int"})
 """Types in the unions of the request fields, beside lists."""
 
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Prompts = Annotated[list[TokenIds], Field(fail_fast=True)]
 Body = TypeVar("Body", bound=Message)
 
 
@@ -61,7 +63,7 @@ class ChatRequest(StreamingFields):
 class CompletionRequest(StreamingFields):
     """POST /v1/completions."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(fail_fast=True)]
+    prompt: str | Texts | TokenIds | Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
