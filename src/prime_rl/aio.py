@@ -1,4 +1,4 @@
-"""Supervised tasks: a crashed task is the run's crash, reported under its name."""
+"""Tasks that belong together: none is left behind, and the first that fails is the failure of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run everything at the same time; results in order. When one fails, the others are ended before it is raised."""
+    tasks = [asyncio.create_task(item) for item in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Supervisor:

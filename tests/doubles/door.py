@@ -27,7 +27,7 @@ class Scripted:
         if what == "hang":
             await asyncio.sleep(3600)
         if what == "block":
-            time.sleep(3600)
+            time.sleep(3600)  # noqa: ASYNC251 - a blocked event loop is what it is about
         if what == "exit":
             os._exit(7)
         if isinstance(what, float):

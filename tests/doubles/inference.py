@@ -59,6 +59,7 @@ class InferenceDouble:
         self.sends_versions = True
         self.num_requests = 0
         self.num_running = 0
+        self.is_sampling = threading.Event()
         self.most_running = 0
         self.updates: list[tuple[str, int]] = []
         self.base_url = ""
@@ -114,6 +115,7 @@ class InferenceDouble:
         token_ids, ends = token_ids[:limit], len(token_ids) <= limit
         half = len(token_ids) // 2
         versions = [self.version] * half
+        self.is_sampling.set()
         await asyncio.sleep(self.latency_s)
         versions += [self.version] * (len(token_ids) - half)
         content = [{"token": f"token_id:{token}", "logprob": self.logprob, "top_logprobs": []} for token in token_ids]

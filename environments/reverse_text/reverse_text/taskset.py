@@ -31,7 +31,7 @@ class ReverseTextData(vf.TaskData):
 class ReverseTextTask(vf.Task[ReverseTextData]):
     """Reverse one text."""
 
-    @vf.reward
+    @vf.reward  # type: ignore[untyped-decorator]
     async def reverse_text_reward(self, trace: vf.Trace) -> float:
         """LCS ratio of the last reply to the reversed text."""
         return lcs_ratio(answer_of(trace.last_reply), self.data.answer)

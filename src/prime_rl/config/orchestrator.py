@@ -60,6 +60,12 @@ class OrchestratorConfig(BaseConfig):
     max_error_rate: float = Field(default=0.5, gt=0, le=1)
     """The run stops when more than this share of the last 64 or more rollouts failed."""
 
+    weights_timeout: float = Field(default=3600.0, gt=0)
+    """Seconds to wait for the trainer's next weights, while no batch can ship without them, before the run ends."""
+
+    outage_timeout: float = Field(default=120.0, gt=0)
+    """Seconds that the inference server may be gone in the middle of a run before the run ends."""
+
     seed: int = 42
     """Seeds the order of the examples."""
 

@@ -86,6 +86,9 @@ class EnvConfig(BaseConfig):
     args: dict[str, Any] = {}
     """Arguments of the package's `load_environment`, or the fields of its taskset."""
 
+    api: Literal["auto", "classic", "v1"] = "auto"
+    """API of verifiers that the package is written for. auto: classic where it has `load_environment`, else v1."""
+
     name: str | None = None
     """Name in metrics and paths. None: the id."""
 

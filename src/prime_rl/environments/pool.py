@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import IO, Final, TypeVar
 import msgspec
 
 from prime_rl import lifeline
+from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
     CancelRollout,
@@ -63,13 +64,11 @@ class PoolLimits:
 
 
 class EnvPool:
-    """The workers of one environment. Made by `open_pool`."""
+    """The workers of one environment. Made by `open_pools`."""
 
-    def __init__(self, spec: EnvironmentSpec, workers: list[_Worker], limits: PoolLimits) -> None:
+    def __init__(self, spec: EnvironmentSpec, workers: list[_Worker]) -> None:
         self.label = spec.label
-        self._spec = spec
         self._workers = workers
-        self._limits = limits
         self._next_id = 0
 
     @property
@@ -96,6 +95,15 @@ class EnvPool:
         """Returns never; raises EnvironmentSetupError when a worker is given up. For a supervisor."""
         await asyncio.gather(*(asyncio.shield(worker.served) for worker in self._workers))
 
+    async def wait_live(self) -> None:
+        """Until every worker has loaded the environment. Raises: EnvironmentSetupError."""
+        for worker in self._workers:
+            await worker.wait_live()
+
+    async def close(self) -> None:
+        """End the workers."""
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
     async def _least_loaded(self) -> _Worker:
         while True:
             live = [worker for worker in self._workers if worker.is_live]
@@ -113,31 +121,30 @@ class EnvPool:
 
 
 @asynccontextmanager
-async def open_pool(
-    spec: EnvironmentSpec, *, num_workers: int, log_dir: Path, limits: PoolLimits | None = None
-) -> AsyncIterator[EnvPool]:
-    """Start the workers, hand out the pool when all are ready, and end them afterwards.
+async def open_pools(
+    specs: Sequence[EnvironmentSpec], *, num_workers: int, log_dir: Path, limits: PoolLimits | None = None
+) -> AsyncIterator[dict[str, EnvPool]]:
+    """Start `num_workers` for each environment, hand out the pools by label when all are ready, and end them afterwards.
 
-    Raises: EnvironmentSetupError with the reason when the environment cannot be loaded.
+    Raises: EnvironmentSetupError with the reason when an environment cannot be loaded.
     """
     limits = limits or PoolLimits()
     log_dir.mkdir(parents=True, exist_ok=True)
-    safe_label = spec.label.replace(os.sep, "_")
-    workers = [_Worker(spec, limits, log_dir / f"{safe_label}-{index}.log") for index in range(num_workers)]
+    pools: dict[str, EnvPool] = {}
     started = time.monotonic()
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            await worker.wait_live()
-        pool = EnvPool(spec, workers, limits)
-        _logger.info(
-            "Environment %s: %d workers ready after %.1f s, %d training and %d evaluation examples",
-            spec.label, num_workers, time.monotonic() - started, pool.size.num_train, pool.size.num_eval,
-        )  # fmt: skip
-        yield pool
+        for spec in specs:
+            logs = [log_dir / f"{spec.label.replace(os.sep, '_')}-{index}.log" for index in range(num_workers)]
+            pools[spec.label] = EnvPool(spec, [_Worker(spec, limits, log) for log in logs])
+        for pool in pools.values():
+            await pool.wait_live()
+            _logger.info(
+                "Environment %s: %d training and %d evaluation examples, workers ready after %.1f s",
+                pool.label, pool.size.num_train, pool.size.num_eval, time.monotonic() - started,
+            )  # fmt: skip
+        yield pools
     finally:
-        await asyncio.gather(*(worker.close() for worker in workers))
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
 
 
 class _Worker:
@@ -146,7 +153,6 @@ class _Worker:
     def __init__(self, spec: EnvironmentSpec, limits: PoolLimits, log: Path) -> None:
         self.ready: WorkerReady | None = None
         self.became_live = asyncio.Event()
-        self.served: asyncio.Task[None]
         self.num_restarts = 0
         self._spec = spec
         self._limits = limits
@@ -155,6 +161,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: dict[int, tuple[RolloutRequest, asyncio.Future[Rollout]]] = {}
         self._deaths_in_a_row = 0
+        self.served = asyncio.create_task(self._serve(), name=f"worker of {spec.label}")
 
     @property
     def is_live(self) -> bool:
@@ -163,9 +170,6 @@ class _Worker:
     @property
     def load(self) -> int:
         return len(self._pending)
-
-    def start(self) -> None:
-        self.served = asyncio.create_task(self._serve(), name=f"worker of {self._spec.label}")
 
     async def wait_live(self) -> None:
         """Until the first process is ready. Raises: EnvironmentSetupError."""
@@ -270,7 +274,8 @@ class _Worker:
         if frames is not None:
             await frames.close()
         assert self._process is not None
-        kill_at = time.monotonic() + self._limits.close_s
+        # One that is still loading would see that its socket is closed only once it has loaded.
+        kill_at = time.monotonic() + (self._limits.close_s if self.ready else 0.0)
         while (code := self._process.poll()) is None:
             if time.monotonic() >= kill_at:
                 self._process.kill()
@@ -282,6 +287,21 @@ class _Worker:
         self.became_live.clear()
         if self._process is not None:
             self._process.kill()
+
+
+def environment_spec(env: EnvConfig, *, client: ClientConfig, model: str, log_level: str) -> EnvironmentSpec:
+    """What workers of a configured environment need to know."""
+    return EnvironmentSpec(
+        id=env.id,
+        label=env.label,
+        args=env.args,
+        api=env.api,
+        base_url=client.base_url[0],
+        model=model,
+        api_key_var=client.api_key_var,
+        request_timeout_s=client.timeout,
+        log_level=log_level,
+    )
 
 
 def _spawn(connection: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:

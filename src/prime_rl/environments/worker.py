@@ -20,6 +20,7 @@ import importlib
 import logging
 import os
 import socket
+from functools import partial
 
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
@@ -55,9 +56,12 @@ class Worker:
             if isinstance(message, RolloutRequest):
                 task = asyncio.create_task(self._run(message), name=f"rollout {message.id}")
                 self._tasks[message.id] = task
-                task.add_done_callback(lambda _, request_id=message.id: self._tasks.pop(request_id, None))
+                task.add_done_callback(partial(self._forget, message.id))
             elif isinstance(message, CancelRollout) and message.id in self._tasks:
                 self._tasks[message.id].cancel()
+
+    def _forget(self, request_id: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
 
     async def close(self) -> None:
         """Cancel what still runs."""

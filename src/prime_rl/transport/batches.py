@@ -7,6 +7,7 @@ travels as [dtype, shape, raw bytes], little-endian.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +33,16 @@ class BatchWriter:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, batch: TrainingBatch) -> Path:
-        """Publish the batch and return its directory. Raises: ArtifactError when that step exists already."""
+    def write(self, batch: TrainingBatch, beside: Mapping[str, bytes] | None = None) -> Path:
+        """Publish the batch and return its directory; `beside` are further files of it, by name.
+
+        Raises: ArtifactError when that step exists already.
+        """
         final = step_dir(self._root, batch.step)
         with publish_dir(final) as directory:
             (directory / _FILE).write_bytes(encode(batch))
+            for name, content in (beside or {}).items():
+                (directory / name).write_bytes(content)
         return final
 
 

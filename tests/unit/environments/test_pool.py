@@ -6,12 +6,13 @@ import signal
 import sys
 import textwrap
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from prime_rl.environments.pool import PoolLimits, open_pool
+from prime_rl.environments.pool import PoolLimits, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec, FailureKind, RolloutRequest
 from prime_rl.errors import EnvironmentSetupError
 
@@ -35,8 +36,11 @@ def request_of(index, *, timeout_s=30.0):
     return RolloutRequest(id=100 + index, example=index, sampling={}, version=0, timeout_s=timeout_s)
 
 
-def pool_over(spec, tmp_path, *, num_workers=1, **limits):
-    return open_pool(spec, num_workers=num_workers, log_dir=tmp_path, limits=PoolLimits(**limits))
+@asynccontextmanager
+async def pool_over(spec, tmp_path, *, num_workers=1, **limits):
+    limits = PoolLimits(**limits)
+    async with open_pools([spec], num_workers=num_workers, log_dir=tmp_path, limits=limits) as pools:
+        yield pools[spec.label]
 
 
 def children():
@@ -49,7 +53,7 @@ def children():
 
 async def until(condition, seconds=10.0):
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - it is another process's doing
             await asyncio.sleep(0.01)
 
 
@@ -128,7 +132,7 @@ async def test_a_cancelled_rollout_is_given_up_by_its_worker(tmp_path):
 
 
 async def test_an_environment_that_refuses_to_load_is_told_in_its_own_words(tmp_path):
-    with pytest.raises(EnvironmentSetupError, match="^no such split$"):
+    with pytest.raises(EnvironmentSetupError, match=r"^no such split$"):
         async with pool_over(spec_of("ok", refuse="no such split"), tmp_path):
             raise AssertionError("the pool was handed out")
     assert children() == []
@@ -143,14 +147,14 @@ async def test_a_worker_that_ends_while_it_loads_is_told_with_its_log(tmp_path):
 async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocked(tmp_path):
     program = textwrap.dedent(f"""
         import asyncio, pathlib
-        from prime_rl.environments.pool import open_pool
+        from prime_rl.environments.pool import open_pools
         from prime_rl.environments.rollouts import EnvironmentSpec, RolloutRequest
         async def main():
             spec = EnvironmentSpec(id="s", label="s", args={{"script": ["block"]}}, base_url="", model="",
                                    door="tests.doubles.door")
-            async with open_pool(spec, num_workers=2, log_dir=pathlib.Path({str(tmp_path)!r})) as pool:
+            async with open_pools([spec], num_workers=2, log_dir=pathlib.Path({str(tmp_path)!r})) as pools:
                 request = RolloutRequest(id=1, example=0, sampling={{}}, version=0, timeout_s=600)
-                running = asyncio.create_task(pool.run(request))
+                running = asyncio.create_task(pools["s"].run(request))
                 await asyncio.sleep(0.2)
                 print("ready", flush=True)
                 await running

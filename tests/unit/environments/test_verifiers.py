@@ -158,8 +158,7 @@ async def test_each_token_knows_the_weights_that_sampled_it(run, inference):
     inference.latency_s = 0.3
     inference.reply = lambda text: "abcd"
     running = asyncio.create_task(run("ok"))
-    while not inference.num_running:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(inference.is_sampling.wait, 10)
     inference.version = 5
     (rollout,) = await running
     assert rollout.turns[0].versions == [4, 4, 5, 5, 5]

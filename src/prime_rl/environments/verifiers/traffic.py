@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from typing import Final
+from typing import Any, Final, cast
 
 import httpx
 import msgspec
@@ -67,15 +67,16 @@ def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
 
     It never retries: a failed request fails its rollout, which the orchestrator sees, counts and dispatches again.
     """
+    http = httpx.AsyncClient(
+        timeout=httpx.Timeout(spec.request_timeout_s, connect=CONNECT_TIMEOUT_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        event_hooks={"response": [traffic.note]},
+    )
     return AsyncOpenAI(
         base_url=spec.base_url,
         api_key=os.environ.get(spec.api_key_var) or "EMPTY",
         max_retries=0,
-        http_client=httpx.AsyncClient(
-            timeout=httpx.Timeout(spec.request_timeout_s, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            event_hooks={"response": [traffic.note]},
-        ),
+        http_client=cast(Any, http),  # newer versions are typed for httpx2, and take httpx as renderers does
     )
 
 

@@ -7,7 +7,6 @@ instead of starting a program for every rollout. Tasksets that bring a harness o
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import time
@@ -83,9 +82,9 @@ class _Interception(InterceptionServer):
         self._train_client = client
 
     def register(self, session: RolloutSession) -> tuple[str, str]:
-        secrets = super().register(session)
+        model_secret, state_secret = super().register(session)
         session.client = self._train_client
-        return secrets
+        return model_secret, state_secret
 
 
 class _OneCallEnv(vf.SingleAgentEnv):
@@ -103,7 +102,7 @@ class _OneCallEnv(vf.SingleAgentEnv):
 async def load(spec: EnvironmentSpec) -> TasksetEnvironment:
     """Raises: EnvironmentSetupError with what the taskset raised or its fields were refused for."""
     try:
-        tasks = {split: await asyncio.to_thread(_tasks, spec, split) for split in ("train", "eval")}
+        tasks: dict[Split, list[vf.Task]] = {"train": _tasks(spec, "train"), "eval": _tasks(spec, "eval")}
         environment = _environment(spec)
     except Exception as error:  # the taskset's code: whatever it raises is told to the user
         raise EnvironmentSetupError(
