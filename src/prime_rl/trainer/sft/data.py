@@ -119,6 +119,21 @@ def conversation(row: Row) -> list[Mapping[str, Any]]:
     return [*_messages(row, "prompt", "user"), *_messages(row, "completion", "assistant")]
 
 
+def tools(row: Row) -> list[Mapping[str, Any]] | None:
+    """The tools a row offers to the model: a list of objects, or JSON of one, in its column `tools`; None without.
+
+    Raises: DataError naming the row.
+    """
+    value = row.values.get("tools")
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{row.where}: tools is not valid JSON: {error}") from error
+    if parsed is not None and not (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
+        raise DataError(f"{row.where}: tools must be a list of objects, or JSON of one")
+    return parsed
+
+
 def _messages(row: Row, key: str, role_of_string: str | None) -> list[Mapping[str, Any]]:
     value = row.values[key]
     if isinstance(value, str) and role_of_string is not None:

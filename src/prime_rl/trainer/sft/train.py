@@ -5,7 +5,7 @@ from prime_rl.data.rendering import RenderedChat, load_tokenizer, render_chat
 from prime_rl.errors import ConfigError
 from prime_rl.models.hf import resolve_model
 from prime_rl.trainer.build import main, train
-from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows
+from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows, tools
 from prime_rl.trainer.streams import LossOutput, TokenStreams
 
 
@@ -25,7 +25,7 @@ def run(config: SFTConfig) -> None:
     tokenizer = load_tokenizer(directory)
 
     def render(row: Row) -> RenderedChat:
-        return render_chat(tokenizer, conversation(row), config.data.loss_mask, tools=row.values.get("tools"))
+        return render_chat(tokenizer, conversation(row), config.data.loss_mask, tools=tools(row))
 
     examples = PackedExamples(load_rows(config.data), render, config.data, micro_batch_tokens=config.model.seq_len)
     longest = max(config.model.seq_len, config.data.seq_len)

@@ -125,3 +125,21 @@ def test_the_file_runs_as_a_script_and_ends_with_its_error(config, tmp_path):
     assert done.stderr.splitlines()[-1].startswith("trainer: no batch for step 6 appeared in")
     assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
     assert "Step 5 | Time: " in RunPaths(config.output_dir).log("trainer").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_trains_as_the_cpu_does(config, tmp_path, dtype):
+    rows = {}
+    for device in ("cpu", "cuda"):
+        output_dir = tmp_path / device
+        output_dir.mkdir()
+        (output_dir / "rollouts").symlink_to(config.output_dir / "rollouts")
+        model = config.model.model_copy(update={"optimization_dtype": dtype})
+        run(config.model_copy(update={"model": model, "device": device, "output_dir": output_dir}))
+        rows[device] = read_metrics(RunPaths(output_dir).metrics("trainer"))
+        assert complete_steps(RunPaths(output_dir).weights) == [4, 5, 6]
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    for on_cpu, on_gpu in zip(rows["cpu"], rows["cuda"], strict=True):
+        for name in ("entropy/mean", "mismatch_kl/mean", "optim/grad_norm"):
+            assert on_gpu[name] == pytest.approx(on_cpu[name], rel=tolerance), name

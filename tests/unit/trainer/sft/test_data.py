@@ -9,7 +9,7 @@ from prime_rl.config.trainer import SFTDataConfig
 from prime_rl.data.rendering import RenderedChat
 from prime_rl.data.samples import NOT_SAMPLED
 from prime_rl.errors import DataError
-from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows
+from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows, tools
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -105,6 +105,19 @@ def test_rows_become_conversations(values, expected):
 def test_a_row_of_another_form_is_named_with_what_it_should_be(values, message):
     with pytest.raises(DataError, match=message):
         conversation(Row(where="f:1", values=values))
+
+
+def test_tools_are_a_list_or_its_json():
+    tool = {"name": "search"}
+    for value, expected in ((None, None), ([tool], [tool]), (json.dumps([tool]), [tool]), ("null", None)):
+        assert tools(Row(where="f:1", values={"tools": value})) == expected
+    assert tools(Row(where="f:1", values={})) is None
+
+
+@pytest.mark.parametrize("value", ["[{", "{}", 3, ["search"]])
+def test_tools_of_another_form_are_named(value):
+    with pytest.raises(DataError, match="f:1: tools"):
+        tools(Row(where="f:1", values={"tools": value}))
 
 
 def render(row: Row) -> RenderedChat:
