@@ -27,9 +27,7 @@ def load_environment(
     """Texts of the train split, and of the eval split for evaluation."""
 
     def build(split: Split, num: int) -> Dataset:
-        texts = make_texts(
-            split, num, min_words=min_words, max_words=max_words, max_chars=max_chars, seed=seed
-        )
+        texts = make_texts(split, num, min_words=min_words, max_words=max_words, max_chars=max_chars, seed=seed)
         return Dataset.from_list(
             [{"prompt": messages_for(text, system_prompt), "answer": text[::-1]} for text in texts]
         )

@@ -51,7 +51,5 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
             seed=config.seed,
         )
         for index, text in enumerate(texts):
-            data = ReverseTextData(
-                idx=index, prompt=text, system_prompt=config.instruction or None, answer=text[::-1]
-            )
+            data = ReverseTextData(idx=index, prompt=text, system_prompt=config.instruction or None, answer=text[::-1])
             yield ReverseTextTask(data, config.task)

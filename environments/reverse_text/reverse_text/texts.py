@@ -18,8 +18,7 @@ SYSTEM_PROMPT: Final = "Reverse the text character by character."
 _SPLIT_OF_DIGIT: Final[tuple[Split, ...]] = ("train",) * 4 + ("eval",) * 2 + ("sft",) * 4
 _TRIES_PER_TEXT: Final = 200
 
-WORDS: Final = tuple(
-    """
+_WORD_LIST: Final = """
 able acid acorn actor adapt admit adult after again agent agree ahead alarm album alert alike alive alley
 allow almond alone amber ample anchor angle animal ankle answer apple april apron arch arena argue armor
 arrow artist ash aside atlas attic autumn awake award bacon badge baker balance ball bamboo banana band bank
@@ -76,8 +75,8 @@ union unique unity upper urban useful valley value vapor velvet verse vessel vil
 visit vivid voice volcano voyage wagon walk wall walnut warm water wave wax wealth weather weave west whale
 wheat wheel whisper white wide wild willow window wine wing winter wire wise wolf wonder wood wool word
 world worthy woven wren yard year yellow yoga young zebra zenith zinc zone
-""".split()
-)
+"""
+WORDS: Final = tuple(_WORD_LIST.split())
 
 
 def split_of(text: str) -> Split:
@@ -139,9 +138,7 @@ def sft_rows(
     system_prompt: str = SYSTEM_PROMPT,
 ) -> list[dict[str, list[dict[str, str]]]]:
     """Rows of chat data with the right answers, of the sft split: `{"messages": [..., assistant]}`."""
-    texts = make_texts(
-        "sft", num_examples, min_words=min_words, max_words=max_words, max_chars=max_chars, seed=seed
-    )
+    texts = make_texts("sft", num_examples, min_words=min_words, max_words=max_words, max_chars=max_chars, seed=seed)
     return [
         {"messages": [*messages_for(text, system_prompt), {"role": "assistant", "content": text[::-1]}]}
         for text in texts

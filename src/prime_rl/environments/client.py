@@ -58,8 +58,8 @@ class InferenceClient:
             now = time.monotonic()
             if now - start >= timeout:
                 raise InferenceError(
-                    f"no inference server answered at {self._root('/health')} within {timeout:g} s; look at its log, or "
-                    "correct client.base_url"
+                    f"no inference server answered at {self._root('/health')} within {timeout:g} s; look at its log, "
+                    "or correct client.base_url"
                 )
             if now >= next_notice:
                 _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, now - start)
@@ -84,7 +84,7 @@ class InferenceClient:
         reached, or read other bytes than those that its marker names.
         """
         expected = digest(directory)
-        body = UpdateWeightsRequest(weight_dir=str(directory.resolve()), version=version)
+        body = UpdateWeightsRequest(weight_dir=_absolute(directory), version=version)
         response = await self._request("POST", self._root("/update_weights"), json=body.model_dump())
         answer = self._parse(response, UpdateWeightsResponse)
         if answer.digest != expected or answer.version != version:
@@ -120,7 +120,14 @@ class InferenceClient:
         try:
             return kind.model_validate_json(response.content)
         except ValidationError as error:
-            raise InferenceError(f"{response.url} answered something else than a server of prime-rl: {error}") from error
+            raise InferenceError(
+                f"{response.url} answered something else than a server of prime-rl: {error}"
+            ) from error
+
+
+def _absolute(directory: Path) -> str:
+    """The server may run in another working directory."""
+    return str(directory.resolve())
 
 
 @asynccontextmanager

@@ -124,12 +124,12 @@ class EnvPool:
 async def open_pools(
     specs: Sequence[EnvironmentSpec], *, num_workers: int, log_dir: Path, limits: PoolLimits | None = None
 ) -> AsyncIterator[dict[str, EnvPool]]:
-    """Start `num_workers` for each environment, hand out the pools by label when all are ready, and end them afterwards.
+    """Start `num_workers` for each environment and hand out the pools by label when all are ready; then end them.
 
     Raises: EnvironmentSetupError with the reason when an environment cannot be loaded.
     """
     limits = limits or PoolLimits()
-    log_dir.mkdir(parents=True, exist_ok=True)
+    os.makedirs(log_dir, exist_ok=True)
     pools: dict[str, EnvPool] = {}
     started = time.monotonic()
     try:
@@ -249,8 +249,8 @@ class _Worker:
             raise EnvironmentSetupError(answer.message)
         if not isinstance(answer, WorkerReady):
             raise EnvironmentSetupError(
-                f"environment {self._spec.label!r}: its worker ended with {_ending(await self._end())} while it loaded; "
-                f"see {self._log}"
+                f"environment {self._spec.label!r}: its worker ended with {_ending(await self._end())} while it "
+                f"loaded; see {self._log}"
             )
         self.ready = answer
 

@@ -112,9 +112,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
         return sum(len(turn.completion_ids) for turn in self.turns)
 
 
-def failed(
-    request: RolloutRequest, env: str, failure: Failure, *, timings: dict[str, float] | None = None
-) -> Rollout:
+def failed(request: RolloutRequest, env: str, failure: Failure, *, timings: dict[str, float] | None = None) -> Rollout:
     """The rollout that `request` ended in when it failed before there was anything else to tell."""
     return Rollout(id=request.id, env=env, example=request.example, failure=failure, timings=timings or {})
 

@@ -7,9 +7,11 @@
                              <---------- Rollout
     CancelRollout            ---------------------->   the task is cancelled; nothing comes back
 
-Consumes: frames of an inherited socket. Waits for: the next frame. Unblocked by: the parent. Standard output and error belong to the environment's code and go to the log
-that the parent opened: a `print` can never damage a frame. The worker ends when the socket does, and, should its event
-loop be stuck in somebody's code, when its parent is gone (`lifeline`).
+Consumes: frames of an inherited socket. Waits for: the next frame. Unblocked by: the parent.
+
+Standard output and error belong to the environment's code and go to the log that the parent opened: a `print` can never
+damage a frame. The worker ends when the socket does, and, should its event loop be stuck in somebody's code, when its
+parent is gone (`lifeline`).
 """
 
 from __future__ import annotations

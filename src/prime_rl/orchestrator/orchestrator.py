@@ -17,8 +17,8 @@
     weight relay   weights/step_n    a complete directory                the trainer
     environment    -                 a worker that is given up           (its end is the run's end)
 
-All state is in the scheduler, which is pure; the loops here move events in and out of it. A loop that fails ends the run
-with its error. This process holds no torch.
+All state is in the scheduler, which is pure; the loops here move events in and out of it. A loop that fails ends the
+run with its error. This process holds no torch.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class Orchestrator:
         self._waited_for_weights_s += waited
         if self._scheduler.waits_for_weights and self._waited_for_weights_s >= self._config.weights_timeout:
             raise DeadlineExceeded(
-                f"waited {self._waited_for_weights_s:.1f} s for {self._what_is_missing()}; look at the trainer's log, or "
-                "raise weights_timeout"
+                f"waited {self._waited_for_weights_s:.1f} s for {self._what_is_missing()}; look at the trainer's log, "
+                "or raise weights_timeout"
             )
 
     def _what_is_missing(self) -> str:
@@ -299,9 +299,7 @@ class Orchestrator:
             ScoredRollout(
                 rollout=rollout,
                 advantage=advantage,
-                samples=training_samples(
-                    rollout, advantage=advantage, temperature=self._config.sampling.temperature
-                ),
+                samples=training_samples(rollout, advantage=advantage, temperature=self._config.sampling.temperature),
             )
             for rollout, advantage in zip(group.results, advantages, strict=True)
         ]

@@ -13,7 +13,7 @@ from prime_rl.environments import verifiers
 from prime_rl.environments.rollouts import EnvironmentSpec, FailureKind, RolloutRequest
 from prime_rl.errors import EnvironmentSetupError
 
-FAULTY_CLASSIC = '''
+FAULTY_CLASSIC = """
 import math
 import verifiers.legacy as vf
 from datasets import Dataset
@@ -36,9 +36,9 @@ def load_environment(answers):
     rows = [{"prompt": [{"role": "user", "content": f"say {a}"}], "answer": a} for a in answers]
     rubric = vf.Rubric(funcs=[correct, length], weights=[1.0, 0.0])
     return Faulty(dataset=Dataset.from_list(rows), rubric=rubric)
-'''
+"""
 
-FAULTY_V1 = '''
+FAULTY_V1 = """
 import math
 from typing import Any
 import verifiers.v1 as vf
@@ -70,7 +70,7 @@ class FaultyTaskset(vf.Taskset[FaultyTask, FaultyConfig]):
             yield FaultyTask(FaultyData(idx=index, prompt=f"say {answer}", answer=answer), self.config.task)
 
 __all__ = ["FaultyTaskset"]
-'''
+"""
 
 # One event loop for all: renderers keeps an asyncio lock in a module, as is right in a worker, which has one loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -78,7 +78,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 OTHERS = {
     "broken_env": "import no_such_dependency",
     "raising_env": "raise RuntimeError('bad luck')",
-    "group_env": '''
+    "group_env": """
         import verifiers.legacy as vf
         from datasets import Dataset
         def over_groups(states) -> list[float]:
@@ -86,7 +86,7 @@ OTHERS = {
         def load_environment():
             rows = [{"question": "a", "answer": "b"}]
             return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[over_groups]))
-    ''',
+    """,
 }
 
 

@@ -12,9 +12,7 @@ EXAMPLE = Example(env="e", index=0)
 
 def scheduler_of(P=2, G=2, k=1, m=8, **limits):
     return Scheduler(
-        SchedulerLimits(
-            groups_per_batch=P, rollouts_per_group=G, max_async_level=k, max_off_policy_steps=m, **limits
-        )
+        SchedulerLimits(groups_per_batch=P, rollouts_per_group=G, max_async_level=k, max_off_policy_steps=m, **limits)
     )
 
 

@@ -101,7 +101,7 @@ class ClassicEnvironment:
             ended = time.monotonic()
             timings = {"generate": generated - started, "score": ended - generated, "total": ended - started}
             return self._rollout(request, state, failure, timings)
-        except Exception as error:  # supervision point: an environment's exception is data
+        except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data
             timings = {"total": time.monotonic() - started}
             failure = Failure.of(FailureKind.ENVIRONMENT, error)
             return failed(request, self._spec.label, failure, timings=timings)
@@ -115,7 +115,7 @@ class ClassicEnvironment:
         try:
             await self._environment.rubric.score_rollout(state)
             await self._environment.rubric.cleanup(state)
-        except Exception as error:  # supervision point: a scorer's exception is data
+        except Exception as error:  # noqa: BLE001 - supervision point: a scorer's exception is data
             errors.append(error)
         finally:
             _scorer_errors.reset(token)
@@ -207,9 +207,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finite(metrics: dict[str, Any]) -> dict[str, float]:
     return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
 
 

@@ -183,7 +183,7 @@ class TasksetEnvironment:
         context = vf.ModelContext(model=self._spec.model, client=self._client_config, sampling=sampling)
         try:
             episode = await self._environment.run_episode(task, context)
-        except Exception as error:  # supervision point: an environment's exception is data
+        except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data
             timings = {"total": time.monotonic() - started}
             failure = Failure.of(FailureKind.ENVIRONMENT, error)
             return failed(request, self._spec.label, failure, timings=timings)
@@ -219,8 +219,7 @@ class TasksetEnvironment:
             },
             stop_reason=trace.stop_condition or "",
             truncated=trace.is_truncated,
-            timings=timings
-            | {"generate": trace.timing.agent.model.duration, "score": trace.timing.scoring.duration},
+            timings=timings | {"generate": trace.timing.agent.model.duration, "score": trace.timing.scoring.duration},
         )
 
     def _turns(self, trace: vf.Trace, at_dispatch: int) -> list[Turn]:

@@ -1,0 +1,88 @@
+"""Evaluation over real worker processes and a real HTTP server."""
+
+import json
+
+import pytest
+from starlette.responses import JSONResponse
+from tests.doubles.inference import running_inference
+from tests.doubles.trainer import publish_number
+
+from prime_rl.config.evals import EvalConfig
+from prime_rl.errors import ArtifactError, ConfigError, PrimeRLError
+from prime_rl.evals.runner import evaluate, run
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths
+
+
+@pytest.fixture
+def inference(tmp_path, free_port):
+    with running_inference(tmp_path / "model", free_port) as (double, server):
+        double.server = server
+        yield double
+
+
+@pytest.fixture
+def config_of(inference, tmp_path):
+    def build(**fields):
+        return EvalConfig.model_validate(
+            {
+                "client": {"base_url": inference.base_url},
+                "model": {"name": str(inference.model)},
+                "env": [{"id": "reverse-text", "args": {"num_eval_examples": 4, "max_words": 3}}],
+                "output_dir": tmp_path / "run",
+                "rollouts_per_example": 2,
+                **fields,
+            }
+        )
+
+    return build
+
+
+def test_the_model_and_each_step_are_evaluated_on_held_out_texts_and_shown(config_of, inference, tmp_path, capsys):
+    weights = tmp_path / "weights"
+    for step in (1, 2):
+        publish_number(weights, step)
+
+    def reply(text):
+        return {0: "", 1: text, 2: text[::-1]}[inference.version] or "?"
+
+    inference.reply = reply
+    config = config_of(weights_dir=weights)
+    run(config)
+    paths = RunPaths(config.output_dir)
+    averages = {}
+    for step in (0, 1, 2):
+        folder = paths.evals / f"step_{step}" / "reverse-text"
+        averages[step] = json.loads((folder / "report.json").read_text())["avg"]
+        assert len((folder / "results.jsonl").read_text().splitlines()) == 8
+    assert averages[0] < 0.2 < averages[1] < averages[2] == 1.0
+    assert [row["step"] for row in read_metrics(paths.metrics("eval"))] == [0, 1, 2]
+    assert read_metrics(paths.metrics("eval"))[2]["eval/reverse-text/avg@2"] == 1.0
+    shown = capsys.readouterr().out
+    assert "base" in shown
+    assert "step_2" in shown
+
+    with pytest.raises(ArtifactError, match="step_0 exists already"):
+        run(config)
+
+
+async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(config_of, inference):
+    inference.fault = lambda text, number: JSONResponse({"error": {"message": "no"}}, 500) if number <= 3 else None
+    (report,) = await evaluate(config_of())
+    assert report.errors == {"inference": 3}
+    assert report.avg == 1.0
+    inference.fault = lambda text, number: JSONResponse({"error": {"message": "no"}}, 500)
+    config = config_of(output_dir=RunPaths(config_of().output_dir).output_dir / "second")
+    with pytest.raises(PrimeRLError, match="all 8 rollouts of reverse-text failed, the first with inference"):
+        await evaluate(config)
+    assert not (config.output_dir / "evals" / "step_0").exists()
+
+
+async def test_what_cannot_be_evaluated_is_refused_before_anything_starts(config_of, inference, tmp_path):
+    with pytest.raises(ConfigError, match=r"client\.base_url"):
+        await evaluate(config_of(client=None))
+    publish_number(tmp_path / "weights", 2)
+    with pytest.raises(ArtifactError, match=r"no complete step 5, only \[2\]"):
+        await evaluate(config_of(weights_dir=tmp_path / "weights", steps=[5]))
+    with pytest.raises(ArtifactError, match="holds no complete weights"):
+        await evaluate(config_of(weights_dir=tmp_path / "nothing"))
