@@ -1,6 +1,6 @@
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -162,6 +162,6 @@ def test_rendering_needs_no_torch(tmp_path):
         f"render_chat(tokenizer, [{USER!r}, {REPLY!r}], LossMaskConfig())\n"
         "assert 'torch' not in sys.modules\n"
     )
-    source = str(Path(__file__).parents[3] / "src")
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

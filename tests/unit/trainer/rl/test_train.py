@@ -118,7 +118,8 @@ def test_the_file_runs_as_a_script_and_ends_with_its_error(config, tmp_path):
         f'max_steps = 7\ndevice = "cpu"\nbatch_timeout = 0.1\noutput_dir = "{config.output_dir}"\n'
         f'[model]\nname = "{config.model.name}"\nseq_len = 32\n'
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[3]), "WORLD_SIZE": "1"}
+    search_path = os.pathsep.join([str(Path(train.__file__).parents[3]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": search_path, "WORLD_SIZE": "1"}
     command = [sys.executable, train.__file__, "@", str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
