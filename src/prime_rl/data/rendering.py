@@ -63,10 +63,16 @@ def render_chat(
     differently once more messages follow (then no mask can be right).
     """
     _check_messages(messages)
+    trained = {
+        "system": loss_mask.system,
+        "user": loss_mask.user,
+        "assistant": loss_mask.assistant,
+        "tool": loss_mask.tool,
+    }
     stretches = _Stretches()
     for index, message in enumerate(messages):
         role = message["role"]
-        is_trained = getattr(loss_mask, role)
+        is_trained = trained[role]
         if role == "assistant" and is_trained:
             header = _template(tokenizer, messages[:index], tools, add_generation_prompt=True)
             stretches.extend_to(header, is_trained=False, index=index)
