@@ -70,13 +70,16 @@ def render_chat(
         "tool": loss_mask.tool,
     }
     stretches = _Stretches()
-    for index, message in enumerate(messages):
-        role = message["role"]
-        is_trained = trained[role]
-        if role == "assistant" and is_trained:
-            header = _template(tokenizer, messages[:index], tools, add_generation_prompt=True)
-            stretches.extend_to(header, is_trained=False, index=index)
-        stretches.extend_to(_template(tokenizer, messages[: index + 1], tools), is_trained=is_trained, index=index)
+    roles = [message["role"] for message in messages]
+    for index, role in enumerate(roles):
+        is_reply = role == "assistant"
+        if trained[role] and (index or is_reply):
+            # A reply starts after the header that a server writes; any other trained message with its own header.
+            before = _template(tokenizer, messages[:index], tools, add_generation_prompt=is_reply)
+            stretches.extend_to(before, is_trained=False, index=index)
+        if trained[role] or index == len(roles) - 1:
+            text = _template(tokenizer, messages[: index + 1], tools)
+            stretches.extend_to(text, is_trained=trained[role], index=index)
     return _tokenize(tokenizer, stretches.pieces, ends_with_reply=messages[-1]["role"] == "assistant")
 
 
@@ -91,9 +94,9 @@ class _Stretches:
         """Add what `text` has beyond the text so far."""
         if not text.startswith(self._done):
             raise DataError(
-                f"messages[{index}]: the chat template renders the messages before it differently once it "
-                "follows, so which tokens to train on is not defined; keep one assistant turn per example, or "
-                "use a template that never rewrites earlier turns"
+                f"messages[{index}]: the chat template writes earlier turns differently once later ones follow, so "
+                "which tokens to train on is not defined; keep one assistant turn per example, or use a template "
+                "that never rewrites"
             )
         added, self._done = text[len(self._done) :], text
         if self.pieces and self.pieces[-1][1] == is_trained:

@@ -100,12 +100,20 @@ def test_no_end_is_appended_where_the_last_word_is_not_the_models():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
-    with pytest.raises(DataError, match=r"messages\[2\]: the chat template renders the messages before it differently"):
+    with pytest.raises(DataError, match=r"messages\[3\]: the chat template writes earlier turns differently"):
         render_chat(tokenizer(ONLY_LAST), [USER, REPLY, USER, REPLY], ASSISTANT_ONLY)
 
 
+def test_a_template_is_only_shown_what_it_must_be():
+    """Many templates refuse a conversation that is not yet one: a system message alone."""
+    picky = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user') }}{% endif %}" + NO_END
+    messages = [{"role": "system", "content": "s"}, USER, REPLY]
+    assert trained_text(messages, picky) == "yo<|im_end|>"
+    assert trained_text([USER, REPLY], picky, LossMaskConfig(user=True)).endswith("user]hiyo<|im_end|>")
+
+
 def test_a_refusal_of_the_template_is_passed_on():
-    with pytest.raises(DataError, match=r"refuses these messages \(system\): must start with user"):
+    with pytest.raises(DataError, match=r"refuses these messages \(system, user\): must start with user"):
         render_chat(tokenizer(STRICT), [{"role": "system", "content": "s"}, USER, REPLY], ASSISTANT_ONLY)
 
 
