@@ -12,6 +12,7 @@ from prime_rl.logs import get_logger
 from prime_rl.models.attention import PagedCache
 from prime_rl.models.decoder import DecoderConfig
 from prime_rl.models.hf import eos_token_ids, load_decoder, resolve_model
+from prime_rl.models.native import has_bfloat16_arithmetic, load_kernels
 
 logger = get_logger(__name__)
 
@@ -28,7 +29,7 @@ def build_engine(config: InferenceConfig) -> Engine:
     device = _device(config.device)
     dtype = _dtype(config.model.dtype, device)
     directory = resolve_model(config.model.name)
-    decoder = load_decoder(str(directory), device=device, dtype=dtype, seed=config.seed)
+    decoder = load_decoder(str(directory), device=device, dtype=_compute_dtype(dtype, device), seed=config.seed)
     decoder.eval().requires_grad_(False)
     shape = decoder.config
     max_model_len = config.model.max_model_len or shape.max_positions
@@ -45,6 +46,7 @@ def build_engine(config: InferenceConfig) -> Engine:
         ),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
+        kernels=load_kernels() if device.type == "cpu" else None,
     )
     scheduler = Scheduler(
         BlockCache(num_blocks, config.block_size, sharing=config.enable_prefix_caching),
@@ -75,7 +77,19 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16"
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("inference.model.dtype float16 is for GPUs; use 'bfloat16' or 'float32' on the CPU")
     return DTYPES[name]
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations; the KV cache always has the configured one."""
+    if dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16_arithmetic():
+        logger.info(
+            "the KV cache is bfloat16; weights and activations are float32 (no bfloat16 arithmetic on this CPU)"
+        )
+        return torch.float32
+    return dtype
 
 
 def _cache_size(

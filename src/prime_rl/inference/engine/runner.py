@@ -1,7 +1,8 @@
 """Computes one scheduled step: arrays from chunks, the decoder over the block cache, one sampled token a sequence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,29 +11,46 @@ from torch import Tensor
 
 from prime_rl.inference.engine.sampler import Sampled, Sampler
 from prime_rl.inference.engine.scheduler import Chunk, Sequence
-from prime_rl.models.attention import PagedAttention, PagedCache, PagedStep
+from prime_rl.models.attention import Attention, PagedAttention, PagedCache, PagedStep
 from prime_rl.models.decoder import Decoder
+from prime_rl.models.fused import FusedDecoder
 from prime_rl.models.hf import match_hf_tensors
+from prime_rl.models.native import Kernels, NativeAttention, supports
 from prime_rl.transport.weights import read_weights
 
 
 class Runner:
     """Holds the decoder, the cache and the block table of the running sequences. Knows nothing of requests' ends."""
 
-    def __init__(self, decoder: Decoder, cache: PagedCache, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """`kernels`, for a decoder on the CPU: used where they take the model's sizes."""
         self.decoder = decoder
         self.cache = cache
         self.device = cache.keys.device
         self.sampler = Sampler(self.device)
         max_blocks = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._model: Decoder | FusedDecoder = decoder
+        self._attention: Callable[[PagedStep], Attention] = partial(PagedAttention, cache)
+        shape = decoder.config
+        if kernels is not None and supports(shape.head_dim, cache.block_size, shape.intermediate_size):
+            self._model = FusedDecoder(decoder, kernels, max_positions=max_model_len)
+            self._attention = partial(NativeAttention, kernels, cache, shape.num_heads)
 
     @torch.inference_mode()
     def step(self, chunks: Seq[Chunk]) -> tuple[list[Sequence], Sampled | None]:
         """Compute all chunks; returns the sequences whose every token is computed, and what was sampled for them."""
         ids_T, step = self._arrays(chunks)
-        positions_T = torch.from_numpy(step.positions).to(self.device)
-        hidden_TH = self.decoder(ids_T.to(self.device), positions_T, PagedAttention(self.cache, step))
+        positions_T = torch.from_numpy(step.positions.astype(np.int64)).to(self.device)
+        hidden_TH = self._model(ids_T.to(self.device), positions_T, self._attention(step))
         complete = [chunk.sequence.num_computed == len(chunk.sequence.tokens) for chunk in chunks]
         sequences = [chunk.sequence for chunk, done in zip(chunks, complete, strict=True) if done]
         if not sequences:
@@ -40,7 +58,7 @@ class Runner:
         if len(sequences) < len(ids_T):
             last = np.cumsum(step.lengths) - 1
             hidden_TH = hidden_TH[torch.from_numpy(last[np.array(complete)]).to(self.device)]
-        return sequences, self.sampler.sample(self.decoder.logits(hidden_TH), sequences)
+        return sequences, self.sampler.sample(self._model.logits(hidden_TH), sequences)
 
     def _arrays(self, chunks: Seq[Chunk]) -> tuple[Tensor, PagedStep]:
         """Token ids [T] of the step, and where its tokens stand."""

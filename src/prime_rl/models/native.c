@@ -1,0 +1,319 @@
+/* Kernels of the embedded engine on CPUs. Compiled once per machine by native.py, which also holds the signatures.
+ *
+ * Activations and accumulation are float32; the key/value cache is float32 or bfloat16 (the upper half of a float32).
+ * Work is shared by OpenMP threads when there is enough of it. Vectors are GCC/Clang vector extensions, so the same
+ * source serves every instruction set. `LANES` positions or dimensions are two vectors.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define ROWS 4        /* query rows that share one pass over keys and values */
+#define STRIP 256     /* positions whose scores are held at a time */
+#define MAX_DIM 256   /* largest head size */
+#define SMALL 4096    /* elements below which threads cost more than they give */
+
+static int threads = 1;
+void set_threads(int count) { threads = count; }
+
+typedef float v8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef float v8u __attribute__((vector_size(32), aligned(4)));
+typedef uint16_t h8u __attribute__((vector_size(16), aligned(2)));
+
+static inline v8 load8(const float *p) { return *(const v8u *)p; }
+static inline void store8(float *p, v8 x) { *(v8u *)p = x; }
+static inline v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+
+static inline v8 load8_bf16(const uint16_t *p) {
+    typedef uint32_t u8 __attribute__((vector_size(32)));
+    u8 wide = __builtin_convertvector(*(const h8u *)p, u8) << 16;
+    return (v8)wide;
+}
+
+static inline uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64); /* stays a NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);              /* to nearest, ties to even */
+}
+
+static inline float sum8(v8 x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+
+/* e**x to about one part in 10**7; arguments are clamped to +-87. */
+static inline v8 exp8(v8 x) {
+    i8 low = x < splat(-87.0f), high = x > splat(87.0f);
+    x = (v8)(((i8)x & ~low & ~high) | ((i8)splat(-87.0f) & low) | ((i8)splat(87.0f) & high));
+    v8 scaled = x * splat(1.44269504f);
+    v8 half = (v8)(((i8)scaled & (i8)splat(-0.0f)) | (i8)splat(0.5f));
+    i8 whole = __builtin_convertvector(scaled + half, i8);
+    v8 n = __builtin_convertvector(whole, v8);
+    v8 r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+    v8 p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    return p * (v8)((whole + 127) << 23);
+}
+
+/* -- attention ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
+    int64_t q_stride, k_stride, v_stride; /* elements from one token to the next */
+    int64_t cache_bf16;
+} Shape;
+
+/* Write the keys [T, K, D] and values [T, K, D] of T tokens to their slots: keys[block][kv head][d][offset],
+ * values[block][kv head][offset][d]. */
+void paged_write(const Shape *s, int64_t num_tokens, const float *k, const float *v, void *keys, void *values,
+                 const int32_t *blocks, const int32_t *offsets) {
+    const int64_t kv = s->num_kv_heads, dim = s->head_dim, size = s->block_size;
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * kv * dim > SMALL)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        for (int64_t h = 0; h < kv; h++) {
+            const float *from_k = k + t * s->k_stride + h * dim, *from_v = v + t * s->v_stride + h * dim;
+            int64_t base = (blocks[t] * kv + h) * dim * size;
+            if (s->cache_bf16) {
+                uint16_t *to_k = (uint16_t *)keys + base + offsets[t];
+                uint16_t *to_v = (uint16_t *)values + base + offsets[t] * dim;
+                for (int64_t d = 0; d < dim; d++) to_k[d * size] = to_bf16(from_k[d]);
+                for (int64_t d = 0; d < dim; d++) to_v[d] = to_bf16(from_v[d]);
+            } else {
+                float *to_k = (float *)keys + base + offsets[t];
+                for (int64_t d = 0; d < dim; d++) to_k[d * size] = from_k[d];
+                memcpy((float *)values + base + offsets[t] * dim, from_v, dim * sizeof(float));
+            }
+        }
+    }
+}
+
+/* scores[r][0..15] of `rows` queries (q[d * ROWS + r]) against 16 positions of transposed keys. */
+static inline __attribute__((always_inline)) void scores16(int rows, int bf16, const float *q, const void *keys,
+                                                           int64_t dim, int64_t stride, float *scores) {
+    v8 sum[ROWS][2];
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d++) {
+        v8 a, b;
+        if (bf16) {
+            a = load8_bf16((const uint16_t *)keys + d * stride);
+            b = load8_bf16((const uint16_t *)keys + d * stride + 8);
+        } else {
+            a = load8((const float *)keys + d * stride);
+            b = load8((const float *)keys + d * stride + 8);
+        }
+        for (int r = 0; r < rows; r++) {
+            v8 x = splat(q[d * ROWS + r]);
+            sum[r][0] += x * a;
+            sum[r][1] += x * b;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        store8(scores + r * STRIP, sum[r][0]);
+        store8(scores + r * STRIP + 8, sum[r][1]);
+    }
+}
+
+/* acc[r][d] += sum over 16 positions of weights[r][position] * values[position][d]. */
+static inline __attribute__((always_inline)) void mix16(int rows, int bf16, const float *weights, const void *values,
+                                                        int64_t dim, float *acc) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        v8 sum[ROWS][2];
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] = load8(acc + r * MAX_DIM + d);
+            sum[r][1] = load8(acc + r * MAX_DIM + d + 8);
+        }
+        for (int64_t j = 0; j < LANES; j++) {
+            v8 a, b;
+            if (bf16) {
+                a = load8_bf16((const uint16_t *)values + j * dim + d);
+                b = load8_bf16((const uint16_t *)values + j * dim + d + 8);
+            } else {
+                a = load8((const float *)values + j * dim + d);
+                b = load8((const float *)values + j * dim + d + 8);
+            }
+            for (int r = 0; r < rows; r++) {
+                v8 w = splat(weights[r * STRIP + j]);
+                sum[r][0] += w * a;
+                sum[r][1] += w * b;
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            store8(acc + r * MAX_DIM + d, sum[r][0]);
+            store8(acc + r * MAX_DIM + d + 8, sum[r][1]);
+        }
+    }
+}
+
+/* Fold a strip of `count` (multiple of 16) scores into running maxima, sums and accumulators of one row; positions
+ * from `visible` on are hidden. The scores become weights. */
+static inline void soften(float *scores, int64_t count, int64_t visible, float *maximum, float *total, float *acc,
+                          int64_t dim) {
+    for (int64_t j = visible < 0 ? 0 : visible; j < count; j++) scores[j] = -__builtin_inff();
+    v8 top = splat(*maximum);
+    for (int64_t j = 0; j < count; j += 8) {
+        v8 x = load8(scores + j);
+        i8 more = x > top;
+        top = (v8)(((i8)x & more) | ((i8)top & ~more));
+    }
+    float highest = top[0];
+    for (int lane = 1; lane < 8; lane++) highest = top[lane] > highest ? top[lane] : highest;
+    v8 sum = splat(0.0f);
+    for (int64_t j = 0; j < count; j += 8) {
+        v8 w = exp8(load8(scores + j) - splat(highest));
+        if (j + 8 > visible)
+            for (int lane = 0; lane < 8; lane++)
+                if (j + lane >= visible) w[lane] = 0.0f;
+        store8(scores + j, w);
+        sum += w;
+    }
+    if (highest > *maximum) {
+        v8 shrink = exp8(splat(*maximum - highest));
+        if (*total == 0.0f) shrink = splat(0.0f);
+        *total *= shrink[0];
+        for (int64_t d = 0; d < dim; d += 8) store8(acc + d, load8(acc + d) * shrink);
+        *maximum = highest;
+    }
+    *total += sum8(sum);
+}
+
+/* Attention of up to ROWS query rows of one sequence and kv head. Row r is (token (first + r) / group of the
+ * sequence's new tokens, head (first + r) % group of the kv head); it sees `seen[r]` positions. */
+static inline __attribute__((always_inline)) void attend_rows(const Shape *s, int rows, int bf16, const float *q,
+                                                              const void *keys, const void *values,
+                                                              const int32_t *table, int64_t head, const int64_t *seen,
+                                                              float *acc, float *total) {
+    float scores[ROWS * STRIP];
+    float maximum[ROWS];
+    const int64_t dim = s->head_dim, size = s->block_size, width = bf16 ? 2 : 4;
+    for (int r = 0; r < rows; r++) {
+        maximum[r] = -3.0e38f;
+        total[r] = 0.0f;
+        memset(acc + r * MAX_DIM, 0, dim * sizeof(float));
+    }
+    const int64_t last = seen[rows - 1];
+    for (int64_t strip = 0; strip < last; strip += STRIP) {
+        int64_t count = last - strip < STRIP ? last - strip : STRIP;
+        for (int64_t j = 0; j < count; j += LANES) {
+            int64_t position = strip + j, block = table[position / size];
+            const char *from = (const char *)keys + ((block * s->num_kv_heads + head) * dim * size + position % size) * width;
+            scores16(rows, bf16, q, from, dim, size, scores + j);
+        }
+        int64_t padded = (count + LANES - 1) / LANES * LANES;
+        for (int r = 0; r < rows; r++)
+            soften(scores + r * STRIP, padded, seen[r] - strip, maximum + r, total + r, acc + r * MAX_DIM, dim);
+        for (int64_t j = 0; j < count; j += LANES) {
+            int64_t position = strip + j, block = table[position / size];
+            const char *from = (const char *)values + ((block * s->num_kv_heads + head) * size + position % size) * dim * width;
+            mix16(rows, bf16, scores + j, from, dim, acc);
+        }
+    }
+}
+
+static void attend_tile(const Shape *s, int rows, const float *q, const void *keys, const void *values,
+                        const int32_t *table, int64_t head, const int64_t *seen, float *acc, float *total) {
+#define CASE(n)                                                                                  \
+    case n:                                                                                      \
+        if (s->cache_bf16) attend_rows(s, n, 1, q, keys, values, table, head, seen, acc, total); \
+        else attend_rows(s, n, 0, q, keys, values, table, head, seen, acc, total);               \
+        break;
+    switch (rows) {
+        CASE(1)
+        CASE(2)
+        CASE(3)
+        CASE(4)
+    }
+#undef CASE
+}
+
+/* out[T, H, D] of queries q[T, H, D] over the cache. A tile is up to ROWS query rows of one sequence and kv head:
+ * tiles[i] = (sequence, kv head, first row). starts[s] is a sequence's first token in T, lengths[s] its tokens now,
+ * contexts[s] its positions known after this step. */
+void paged_attention(const Shape *s, const float *q, const void *keys, const void *values, const int32_t *tables,
+                     const int32_t *starts, const int32_t *lengths, const int32_t *contexts, int64_t num_tiles,
+                     const int32_t *tiles, float scale, float *out) {
+    const int64_t group = s->num_heads / s->num_kv_heads, dim = s->head_dim;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
+    for (int64_t i = 0; i < num_tiles; i++) {
+        float query[MAX_DIM * ROWS], acc[ROWS * MAX_DIM], total[ROWS];
+        int64_t seen[ROWS], row_of[ROWS];
+        const int64_t sequence = tiles[3 * i], head = tiles[3 * i + 1], first = tiles[3 * i + 2];
+        const int64_t left = lengths[sequence] * group - first;
+        const int rows = left < ROWS ? (int)left : ROWS;
+        for (int r = 0; r < rows; r++) {
+            const int64_t token = (first + r) / group, query_head = head * group + (first + r) % group;
+            const float *from = q + (starts[sequence] + token) * s->q_stride + query_head * dim;
+            for (int64_t d = 0; d < dim; d++) query[d * ROWS + r] = from[d] * scale;
+            seen[r] = contexts[sequence] - lengths[sequence] + token + 1;
+            row_of[r] = (starts[sequence] + token) * s->num_heads + query_head;
+        }
+        attend_tile(s, rows, query, keys, values, tables + sequence * s->max_blocks, head, seen, acc, total);
+        for (int r = 0; r < rows; r++)
+            for (int64_t d = 0; d < dim; d++) out[row_of[r] * dim + d] = acc[r * MAX_DIM + d] / total[r];
+    }
+}
+
+/* -- pointwise ------------------------------------------------------------------------------------------------- */
+
+static inline float inverse_rms(const float *x, int64_t n, float eps) {
+    v8 sum = splat(0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) sum += load8(x + i) * load8(x + i);
+    float total = sum8(sum);
+    for (; i < n; i++) total += x[i] * x[i];
+    return 1.0f / __builtin_sqrtf(total / (float)n + eps);
+}
+
+/* x[T, N] += delta[T, N] where delta is given; out[T, N] = x / rms(x) * weight[N]. */
+void add_rms_norm(int64_t num_tokens, int64_t n, float *x, const float *delta, const float *weight, float eps,
+                  float *out) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * n > SMALL)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        float *row = x + t * n, *to = out + t * n;
+        if (delta)
+            for (int64_t i = 0; i < n; i++) row[i] += delta[t * n + i];
+        const float scale = inverse_rms(row, n, eps);
+        for (int64_t i = 0; i < n; i++) to[i] = row[i] * scale * weight[i];
+    }
+}
+
+/* Normalise (where weights are given) and rotate, in place, the first `heads` heads of each row of x[T, stride]:
+ * `q_heads` of them by q_weight, the others by k_weight. cos and sin are [positions, D / 2]. */
+void norm_rotate(int64_t num_tokens, int64_t stride, int64_t q_heads, int64_t heads, int64_t dim, float *x,
+                 const float *q_weight, const float *k_weight, float eps, const float *cos, const float *sin,
+                 const int64_t *positions) {
+    const int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * heads * dim > SMALL)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+        for (int64_t h = 0; h < heads; h++) {
+            float *row = x + t * stride + h * dim;
+            const float *weight = h < q_heads ? q_weight : k_weight;
+            if (weight) {
+                const float scale = inverse_rms(row, dim, eps);
+                for (int64_t d = 0; d < dim; d++) row[d] *= scale * weight[d];
+            }
+            for (int64_t d = 0; d < half; d++) {
+                const float a = row[d], b = row[d + half];
+                row[d] = a * c[d] - b * s[d];
+                row[d + half] = b * c[d] + a * s[d];
+            }
+        }
+    }
+}
+
+/* out[T, N] = silu(x[T, 0:N]) * x[T, N:2N]; N is a multiple of 8. */
+void silu_mul(int64_t num_tokens, int64_t n, const float *x, float *out) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * n > SMALL)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const float *gate = x + t * 2 * n, *up = gate + n;
+        for (int64_t i = 0; i < n; i += 8) {
+            v8 g = load8(gate + i);
+            store8(out + t * n + i, g / (splat(1.0f) + exp8(-g)) * load8(up + i));
+        }
+    }
+}
