@@ -34,7 +34,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the key where the configuration has none; vLLM reads the same one."""
 
 SHUTDOWN_S = 1
-"""Time that requests in flight get to end when the server is told to stop."""
+"""Time that answers under way get to be sent when the server is told to stop."""
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a whole batch of rollouts connects at once."""
@@ -103,7 +103,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_server(service: Service, api_key: str | None) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """An HTTP server that closes its backend first when it stops, so that requests in flight end at once (503)."""
+
+    def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
+        super().__init__(config)
+        self._backend = backend
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._backend.close()
+        await super().shutdown(sockets)
+
+
+def build_server(service: Service, api_key: str | None) -> Server:
     """The HTTP server of a service, not started."""
     config = uvicorn.Config(
         build_app(service, api_key),
@@ -113,11 +125,11 @@ def build_server(service: Service, api_key: str | None) -> uvicorn.Server:
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    return uvicorn.Server(config)
+    return Server(config, service.backend)
 
 
 async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT."""
+    """Serve on a bound socket until SIGTERM or SIGINT; the backend is closed then."""
     # uvicorn stops on a signal and then raises it again for the handler that was there before. Being told to stop is
     # no failure, so that handler does nothing.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -138,11 +150,8 @@ async def _load_and_serve(
     api_key: str | None,
 ) -> None:
     backend = build_backend(config)
-    try:
-        service = Service.build(backend, tokenizer, model_name=config.model.name, model_root=str(directory))
-        await serve(service, listener, api_key)
-    finally:
-        await backend.close()
+    service = Service.build(backend, tokenizer, model_name=config.model.name, model_root=str(directory))
+    await serve(service, listener, api_key)
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
