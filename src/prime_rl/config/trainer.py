@@ -51,7 +51,7 @@ class LinearSchedulerConfig(BaseConfig):
     type: Literal["linear"] = "linear"
 
     warmup_steps: int = Field(default=10, ge=0)
-    """Steps from 0 to the peak."""
+    """Steps from `min_lr` to the peak."""
 
     decay_steps: int = Field(default=10, ge=0)
     """Last steps, over which the rate falls."""
@@ -66,7 +66,7 @@ class CosineSchedulerConfig(BaseConfig):
     type: Literal["cosine"] = "cosine"
 
     warmup_steps: int = Field(default=10, ge=0)
-    """Steps from 0 to the peak."""
+    """Steps from `min_lr` to the peak."""
 
     min_lr: float = Field(default=0.0, ge=0)
     """Rate at the last step."""
