@@ -57,6 +57,9 @@ class InferenceDouble:
         self.fault: Callable[[str, int], Response | None] = lambda text, number: None
         """Called with the user's text and the number of the request; an answer replaces the generated one."""
         self.sends_versions = True
+        self.digest_of: Callable[[Path], str] = digest
+        self.is_paused = False
+        self.api_key: str | None = None
         self.num_requests = 0
         self.num_running = 0
         self.is_sampling = threading.Event()
@@ -80,19 +83,25 @@ class InferenceDouble:
         return JSONResponse({"status": "ok", "version": self.version})
 
     async def _models(self, request: Request) -> Response:
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return JSONResponse({"error": {"message": "no key"}}, 401)
         return JSONResponse({"object": "list", "data": [{"id": str(self.model), "max_model_len": 512}]})
 
     async def _pause(self, request: Request) -> Response:
+        self.is_paused = True
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
+        self.is_paused = False
         return JSONResponse({"status": "resumed"})
 
     async def _update(self, request: Request) -> Response:
         body = await request.json()
         self.version = body["version"]
         self.updates.append((body["weight_dir"], body["version"]))
-        return JSONResponse({"status": "ok", "version": self.version, "digest": digest(Path(body["weight_dir"]))})
+        return JSONResponse(
+            {"status": "ok", "version": self.version, "digest": self.digest_of(Path(body["weight_dir"]))}
+        )
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
