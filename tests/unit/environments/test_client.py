@@ -63,7 +63,7 @@ async def test_a_server_that_asks_for_a_key_is_told_apart_and_gets_the_key_of_th
     inference.api_key = "s3cret"
     config = ClientConfig(base_url=(inference.base_url,), api_key_var="TEST_KEY")
     async with open_client(config) as client:
-        with pytest.raises(InferenceError, match="401.*into the environment variable TEST_KEY"):
+        with pytest.raises(InferenceError, match=r"401.*into the environment variable TEST_KEY"):
             await client.check_model(str(inference.model))
     monkeypatch.setenv("TEST_KEY", "s3cret")
     async with open_client(config) as client:

@@ -59,12 +59,10 @@ async def test_the_newest_complete_weights_are_relayed_and_older_ones_are_skippe
 
 async def test_weights_are_told_only_once_the_server_serves_them(policy, inference, tmp_path):
     publish_number(tmp_path / "weights", 1)
-    served = []
-    watch = asyncio.create_task(policy.watch(lambda version: served.append((version, inference.version))))
-    while not served:
-        await asyncio.sleep(0.01)
+    served = asyncio.Queue()
+    watch = asyncio.create_task(policy.watch(lambda version: served.put_nowait((version, inference.version))))
+    assert await served.get() == (1, 1)
     watch.cancel()
-    assert served == [(1, 1)]
 
 
 async def test_a_server_that_is_well_was_not_gone(policy):
