@@ -181,6 +181,11 @@ static inline void soften(float *scores, int64_t count, int64_t visible, float *
     *total += sum8(sum);
 }
 
+/* Ask for the next block of the table: blocks lie anywhere in memory, and the hardware sees no pattern. */
+static inline void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
 /* Attention of up to ROWS query rows of one sequence and kv head. Row r is (token (first + r) / group of the
  * sequence's new tokens, head (first + r) % group of the kv head); it sees `seen[r]` positions. */
 static inline __attribute__((always_inline)) void attend_rows(const Shape *s, int rows, int bf16, const float *q,
@@ -196,22 +201,26 @@ static inline __attribute__((always_inline)) void attend_rows(const Shape *s, in
         memset(acc + r * MAX_DIM, 0, dim * sizeof(float));
     }
     const int64_t last = seen[rows - 1];
+    const int64_t step = dim * size * width; /* bytes of one block and head */
+#define BLOCK(base, position) ((const char *)(base) + (table[(position) / size] * s->num_kv_heads + head) * step)
     for (int64_t strip = 0; strip < last; strip += STRIP) {
         int64_t count = last - strip < STRIP ? last - strip : STRIP;
         for (int64_t j = 0; j < count; j += LANES) {
-            int64_t position = strip + j, block = table[position / size];
-            const char *from = (const char *)keys + ((block * s->num_kv_heads + head) * dim * size + position % size) * width;
-            scores16(rows, bf16, q, from, dim, size, scores + j);
+            int64_t position = strip + j;
+            if (position % size == 0 && position + size < last) prefetch(BLOCK(keys, position + size), step);
+            scores16(rows, bf16, q, BLOCK(keys, position) + position % size * width, dim, size, scores + j);
         }
+        prefetch(BLOCK(values, strip), step);
         int64_t padded = (count + LANES - 1) / LANES * LANES;
         for (int r = 0; r < rows; r++)
             soften(scores + r * STRIP, padded, seen[r] - strip, maximum + r, total + r, acc + r * MAX_DIM, dim);
         for (int64_t j = 0; j < count; j += LANES) {
-            int64_t position = strip + j, block = table[position / size];
-            const char *from = (const char *)values + ((block * s->num_kv_heads + head) * size + position % size) * dim * width;
-            mix16(rows, bf16, scores + j, from, dim, acc);
+            int64_t position = strip + j;
+            if (position % size == 0 && position + size < last) prefetch(BLOCK(values, position + size), step);
+            mix16(rows, bf16, scores + j, BLOCK(values, position) + position % size * dim * width, dim, acc);
         }
     }
+#undef BLOCK
 }
 
 static void attend_tile(const Shape *s, int rows, const float *q, const void *keys, const void *values,
