@@ -136,5 +136,8 @@ async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
     key = os.environ.get(config.api_key_var)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(config.timeout, connect=PROBE_TIMEOUT_S)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout) as http:
+    # Every request has a connection of its own: there are few, and one sent into a connection that the server closes
+    # for being idle would fail.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits) as http:
         yield InferenceClient(config, http)

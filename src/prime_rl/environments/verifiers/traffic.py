@@ -22,6 +22,8 @@ from prime_rl.environments.rollouts import EnvironmentSpec
 
 SESSION_HEADER: Final = "X-Session-ID"
 CONNECT_TIMEOUT_S: Final = 10.0
+KEEPALIVE_EXPIRY_S: Final = 2.0
+"""Less than the 5 s after which uvicorn closes idle connections: a request sent into a closing one would fail."""
 
 
 class _Choice(msgspec.Struct):
@@ -69,7 +71,9 @@ def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
     """
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(spec.request_timeout_s, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_EXPIRY_S
+        ),
         event_hooks={"response": [traffic.note]},
     )
     return AsyncOpenAI(
