@@ -1,6 +1,6 @@
 """Writes the demonstrations of the demo's warm-up: short texts of the environment's `sft` split, and their reversals.
 
-    python examples/reverse_text_cpu/make_sft_data.py [FILE]
+python examples/reverse_text_cpu/make_sft_data.py [FILE]
 """
 
 import json

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from reverse_text.texts import SYSTEM_PROMPT, WORDS
 from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from reverse_text.texts import SYSTEM_PROMPT, WORDS
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 SPECIAL: Final = (END_OF_TEXT, TURN_START, TURN_END, UNKNOWN)
