@@ -3,8 +3,8 @@
     python benchmarks/inference.py --vllm-python /path/to/python-with-vllm
 
 Both sides serve the same small model with the same prompts through their Python API, warm, on the same number of
-threads; each side of a pair runs while the other one is idle. Figures are output tokens per second; what counts is the
-ratio within a pair, since a machine's speed drifts. Without vLLM in reach (`--no-vllm`) only our side runs.
+threads; each side of a pair runs while the other one is stopped. Figures are output tokens per second; what counts is
+the ratio within a pair, since a machine's speed drifts. Without vLLM in reach (`--no-vllm`) only our side runs.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -144,9 +145,19 @@ class Side:
             "HF_HUB_OFFLINE": "1",
         }
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         self._read_until(READY)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the process and its children; vLLM's poll while idle, so each side is stopped when it has no turn."""
+        os.killpg(self.process.pid, number)
 
     def _read_until(self, beginning: str) -> str:
         assert self.process.stdout is not None
@@ -157,14 +168,15 @@ class Side:
 
     def run(self, number: int) -> float:
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         result: dict[str, Any] = json.loads(self._read_until("{"))
+        self._signal(signal.SIGSTOP)
         return float(result["tokens_per_s"])
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -226,10 +238,14 @@ def main() -> None:
         model_dir = Path(name)
         (model_dir / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         write_weights(model_dir)
-        print(f"{' '.join(sys.argv)}\n{platform.processor() or platform.machine()}, {args.threads} threads, "
-              f"load {os.getloadavg()[0]:.2f} before")
-        print(f"{args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt tokens, "
-              f"{args.new_tokens} new tokens")
+        print(
+            f"{' '.join(sys.argv)}\n{platform.processor() or platform.machine()}, {args.threads} threads, "
+            f"load {os.getloadavg()[0]:.2f} before"
+        )
+        print(
+            f"{args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt tokens, "
+            f"{args.new_tokens} new tokens"
+        )
         report({dtype: measure(args, dtype, model_dir) for dtype in args.dtypes})
 
 

@@ -60,6 +60,7 @@ class Limits:
     num_blocks: int | None = None
     sharing: bool = True
     dtype: str = "float32"
+    device: str = "cpu"
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def running(directory: Path, limits: Limits | None = None) -> AsyncIterato
     config = InferenceConfig.model_validate(
         {
             "model": {"name": str(directory), "dtype": limits.dtype},
-            "device": "cpu",
+            "device": limits.device,
             "block_size": limits.block_size,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -208,6 +209,21 @@ async def test_results_do_not_depend_on_how_the_work_is_scheduled(variant: str, 
     assert stats.kv_blocks_used == 0
     assert (stats.num_preemptions > 0) == (variant == "few blocks, so that requests are preempted")
     assert (stats.prefix_hit_tokens_total > 0) == (variant not in ("nothing shared", "large blocks"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_on_a_gpu_the_engine_gives_what_it_gives_on_the_cpu(name: str, tmp_path: Path) -> None:
+    directory = save_model(tmp_path, name)
+    prompts = prompts_of(LENGTHS)
+    async with running(directory) as engine:
+        expected = await complete_all(engine, requests_of(prompts))
+    async with running(directory, Limits(device="cuda", max_num_batched_tokens=32)) as engine:
+        actual = await complete_all(engine, requests_of(prompts))
+    assert_same_tokens(actual, expected)
+    for outputs, logprobs in zip(actual, packed_logprobs(directory, prompts, actual, 1.0), strict=True):
+        found = torch.tensor([output.logprob for output in outputs])
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-4)
 
 
 async def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
