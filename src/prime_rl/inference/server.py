@@ -8,6 +8,7 @@ interfaces unless a host is given.
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import os
 import signal
@@ -151,6 +152,10 @@ async def _load_and_serve(
 ) -> None:
     backend = build_backend(config)
     service = Service.build(backend, tokenizer, model_name=config.model.name, model_root=str(directory))
+    # Everything loaded so far stays to the end. Garbage collections that visit it would hold up the event loop, and
+    # the last one, when the interpreter exits, takes seconds.
+    gc.collect()
+    gc.freeze()
     await serve(service, listener, api_key)
 
 
