@@ -23,6 +23,7 @@ from prime_rl.models.hf import hf_tensors, load_decoder
 from prime_rl.transport.weights import publish_weights
 
 EOS = "<|im_end|>"
+KEY = "s3cret"
 HI = [{"role": "user", "content": "reverse this"}]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
 QWEN3 = {
@@ -75,16 +76,23 @@ class Server:
         return self.log.read_text()
 
 
-@pytest.fixture
-def start(model: Path, tmp_path: Path, free_port: int) -> Iterator[Callable[..., Server]]:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts an `inference` command with flags; all are ended at the end."""
     started: list[Server] = []
 
-    def run(*flags: str) -> Server:
-        words = ["--model.name", str(model), "--server.port", str(free_port), "--device", "cpu"]
-        words += ["--output-dir", str(tmp_path / "outputs"), *flags]
+    def run(port: int, *flags: str) -> Server:
+        directory = tmp_path_factory.mktemp("run")
+        words = ["--model.name", str(model), "--server.port", str(port), "--device", "cpu"]
+        words += ["--output-dir", str(directory / "outputs"), *flags]
         environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
         environment["OMP_NUM_THREADS"] = "1"  # the model is tiny: threads would only wait for each other
-        log = tmp_path / "printed"
+        log = directory / "printed"
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "prime_rl.cli", "inference", *words],
@@ -92,7 +100,7 @@ def start(model: Path, tmp_path: Path, free_port: int) -> Iterator[Callable[...,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        started.append(Server(process, f"http://127.0.0.1:{free_port}", log))
+        started.append(Server(process, f"http://127.0.0.1:{port}", log))
         return started[-1]
 
     yield run
@@ -102,10 +110,10 @@ def start(model: Path, tmp_path: Path, free_port: int) -> Iterator[Callable[...,
         server.process.wait()
 
 
-@pytest.fixture
-def server(start: Callable[..., Server]) -> Server:
-    running = start("--api-key", "s3cret", "--server.host", "127.0.0.1")
-    deadline = time.monotonic() + 60
+def serving(start: Callable[..., Server]) -> Server:
+    """A server that answers."""
+    running = start(free_port(), "--api-key", KEY, "--server.host", "127.0.0.1")
+    deadline = time.monotonic() + 120
     with httpx.Client(base_url=running.url, verify=False) as client:
         while True:
             assert running.process.poll() is None, running.log.read_text()
@@ -115,6 +123,28 @@ def server(start: Callable[..., Server]) -> Server:
                 return running
             except httpx.TransportError:
                 time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    """One server for all tests that leave it running."""
+    return serving(start)
+
+
+def http_client(server: Server) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(base_url=server.url, headers=headers, verify=False, timeout=60)
+
+
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(server) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Server, http: httpx.AsyncClient) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, http_client=http, max_retries=0)
 
 
 async def await_metric(http: httpx.AsyncClient, name: str, value: float) -> None:
@@ -127,18 +157,6 @@ async def await_metric(http: httpx.AsyncClient, name: str, value: float) -> None
 async def metric(http: httpx.AsyncClient, name: str) -> float:
     lines = (await http.get("/metrics")).text.splitlines()
     return float(next(line for line in lines if line.startswith(name + "{")).split()[-1])
-
-
-@pytest.fixture
-async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    headers = {"Authorization": "Bearer s3cret"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, verify=False, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-def client(server: Server, http: httpx.AsyncClient) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="s3cret", http_client=http, max_retries=0)
 
 
 def new_weights(model: Path, root: Path, step: int) -> Path:
@@ -156,45 +174,46 @@ async def greedy(client: AsyncOpenAI, model: Path) -> list[int]:
 async def test_new_weights_come_in_between_the_tokens_of_running_requests(client, http, model, tmp_path):
     before = await greedy(client, model)
     assert await greedy(client, model) == before
+    old = (await http.get("/health")).json()["version"]
 
-    arrived = asyncio.Semaphore(0)
-
-    async def stream(seed: int) -> list[int]:
+    async def stream(seed: int, has_begun: asyncio.Event) -> list[int]:
         versions: list[int] = []
         chunks = await client.chat.completions.create(
             model=str(model), messages=HI, stream=True, max_tokens=200, seed=seed, extra_body={"ignore_eos": True}
         )
         async for chunk in chunks:
             versions += getattr(chunk.choices[0], "versions", [])
-            if len(versions) == 5:
-                arrived.release()
+            if versions:
+                has_begun.set()
         return versions
 
     directory = new_weights(model, tmp_path, 1)
-    streams = [asyncio.create_task(stream(seed)) for seed in range(3)]
-    for _ in streams:
-        await arrived.acquire()
+    begun = [asyncio.Event() for _ in range(3)]
+    streams = [asyncio.create_task(stream(seed, event)) for seed, event in enumerate(begun)]
+    for event in begun:
+        await event.wait()
     answer = await http.post("/update_weights", json={"weight_dir": str(directory), "version": 1})
     assert answer.status_code == 200, answer.text
     for versions in await asyncio.gather(*streams):
         assert len(versions) == 200
         assert versions == sorted(versions)
-        assert set(versions) == {0, 1}
+        assert set(versions) == {old, 1}
     assert (await http.get("/health")).json() == {"status": "ok", "version": 1}
     assert await greedy(client, model) != before
 
 
 async def test_weights_that_were_damaged_are_refused_and_the_old_ones_serve_on(client, http, model, tmp_path):
     before = await greedy(client, model)
-    directory = new_weights(model, tmp_path, 1)
+    health = (await http.get("/health")).json()
+    directory = new_weights(model, tmp_path, 2)
     path = directory / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    answer = await http.post("/update_weights", json={"weight_dir": str(directory), "version": 1})
-    assert answer.status_code == 200
+    answer = await http.post("/update_weights", json={"weight_dir": str(directory), "version": 2})
+    assert answer.status_code == 400
     assert "model.safetensors" in answer.json()["error"]["message"]
-    assert (await http.get("/health")).json()["version"] == 0
+    assert (await http.get("/health")).json() == health
     assert await greedy(client, model) == before
 
 
@@ -217,41 +236,45 @@ async def test_all_routes_serve_the_same_model(client, http, model):
 
 
 async def test_a_client_that_goes_away_frees_its_blocks(http, model):
+    before = await metric(http, "vllm:generation_tokens_total")
     body = {"prompt": "hi", "stream": True, "max_tokens": 1000, "ignore_eos": True}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for _ in answer.aiter_lines():
             break
     await await_metric(http, "vllm:num_requests_running", 0)
     assert await metric(http, "vllm:kv_cache_usage_perc") < 0.01
-    assert await metric(http, "vllm:generation_tokens_total") < 1000
+    assert await metric(http, "vllm:generation_tokens_total") < before + 1000
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_being_told_to_stop_ends_it_cleanly_and_soon(server, http, number):
-    await http.post("/pause")
-    body = {"prompt": "hi", "stream": True, "max_tokens": 500}
-    request = asyncio.create_task(http.post("/v1/completions", json=body))
-    await await_metric(http, "vllm:num_requests_waiting", 1)
-    started = time.monotonic()
-    server.process.send_signal(number)
-    output = await asyncio.to_thread(server.ended, timeout=20)
-    assert server.process.returncode == 0, output
-    assert time.monotonic() - started < 3
-    assert "Traceback" not in output
-    assert '"code":503' in (await request).text
+async def test_being_told_to_stop_ends_it_cleanly_and_soon(start, number):
+    server = serving(start)
+    async with http_client(server) as http:
+        await http.post("/pause")
+        body = {"prompt": "hi", "stream": True, "max_tokens": 500}
+        request = asyncio.create_task(http.post("/v1/completions", json=body))
+        await await_metric(http, "vllm:num_requests_waiting", 1)
+        started = time.monotonic()
+        server.process.send_signal(number)
+        output = await asyncio.to_thread(server.ended, timeout=20)
+        assert server.process.returncode == 0, output
+        assert time.monotonic() - started < 3
+        assert "Traceback" not in output
+        assert '"code":503' in (await request).text
 
 
-def test_a_port_that_is_taken_is_one_clear_sentence(start, free_port):
-    with socket.create_server(("127.0.0.1", free_port)):
-        server = start()
+def test_a_port_that_is_taken_is_one_clear_sentence(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start(port)
         output = server.ended(timeout=60)
     assert server.process.returncode == 1
-    assert f"port {free_port} on 127.0.0.1 is already in use" in output
+    assert f"port {port} on 127.0.0.1 is already in use" in output
     assert "Traceback" not in output
 
 
 def test_serving_the_network_without_a_key_is_refused(start):
-    server = start("--server.host", "0.0.0.0")
+    server = start(free_port(), "--server.host", "0.0.0.0")
     output = server.ended(timeout=60)
     assert server.process.returncode == 1
     assert "an API key is needed" in output
