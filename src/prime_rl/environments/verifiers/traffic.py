@@ -6,6 +6,7 @@ here, and found again by the session id that both APIs of verifiers put into a h
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from typing import Any, Final, cast
@@ -22,6 +23,7 @@ from prime_rl.environments.rollouts import EnvironmentSpec
 
 SESSION_HEADER: Final = "X-Session-ID"
 CONNECT_TIMEOUT_S: Final = 10.0
+NUM_POOLS: Final = 32
 KEEPALIVE_EXPIRY_S: Final = 2.0
 """Less than the 5 s after which uvicorn closes idle connections: a request sent into a closing one would fail."""
 
@@ -64,6 +66,24 @@ class Traffic:
         self._sampled.pop(session, None)
 
 
+class _ManyPools(httpx.AsyncBaseTransport):
+    """Spreads requests over many connection pools: httpcore looks through a whole pool at every request and answer, so
+    that one pool under thousands of rollouts would keep the event loop busy with nothing else."""
+
+    def __init__(self) -> None:
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S)
+        context = httpx.create_ssl_context()
+        self._pools = [httpx.AsyncHTTPTransport(verify=context, limits=limits) for _ in range(NUM_POOLS)]
+        self._turn = itertools.cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await next(self._turn).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
+
+
 def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
     """A client of the inference server whose answers pass by `traffic`.
 
@@ -71,9 +91,7 @@ def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
     """
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(spec.request_timeout_s, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_EXPIRY_S
-        ),
+        transport=_ManyPools(),
         event_hooks={"response": [traffic.note]},
     )
     return AsyncOpenAI(
