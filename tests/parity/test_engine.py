@@ -156,7 +156,7 @@ async def test_engine_logprobs_equal_the_trainers(name: str, temperature: float,
     for outputs, expected in zip(results, packed_logprobs(directory, prompts, results, temperature), strict=True):
         actual = torch.tensor([output.logprob for output in outputs])
         assert len(outputs) == 24
-        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -205,7 +205,7 @@ async def test_results_do_not_depend_on_how_the_work_is_scheduled(variant: str, 
     assert_same_tokens(actual, expected)
     for outputs, logprobs in zip(actual, packed_logprobs(directory, prompts, actual, 1.0), strict=True):
         found = torch.tensor([output.logprob for output in outputs])
-        torch.testing.assert_close(found, logprobs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=5e-5)
     assert stats.kv_blocks_used == 0
     assert (stats.num_preemptions > 0) == (variant == "few blocks, so that requests are preempted")
     assert (stats.prefix_hit_tokens_total > 0) == (variant not in ("nothing shared", "large blocks"))

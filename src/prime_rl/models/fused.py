@@ -5,20 +5,24 @@ views: whoever writes the parameters in place writes the matrix. Between the pro
 only; a test holds the result equal to `Decoder`.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from prime_rl.models.attention import Attention
 from prime_rl.models.decoder import Decoder, DecoderLayer, RMSNorm
-from prime_rl.models.native import Kernels
+from prime_rl.models.native import Buffers, Kernels
 
 
 class FusedDecoder:
     """`forward` and `logits` of a float32 (or, where the CPU multiplies it, bfloat16) decoder on the CPU."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, *, max_positions: int) -> None:
+    def __init__(self, decoder: Decoder, kernels: Kernels, buffers: Buffers, *, max_positions: int) -> None:
         self.decoder = decoder
         self.kernels = kernels
+        self._buffers = buffers
         config = decoder.config
         self._heads = (config.num_heads, config.num_heads + config.num_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
@@ -28,32 +32,47 @@ class FusedDecoder:
         self._rotations = cos_PD[:, :half].contiguous(), sin_PD[:, :half].contiguous()
 
     def __call__(self, input_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
-        """Hidden states after the final norm, float32 [T, hidden_size]."""
-        kernels, model, eps = self.kernels, self.decoder.model, self._eps
+        """Hidden states after the final norm, float32 [T, hidden_size], valid until the next call."""
+        kernels, model, eps, config = self.kernels, self.decoder.model, self._eps, self.decoder.config
         kernels.use_torch_threads()
-        x_TH = model.embed_tokens(input_ids_T).float()
-        normed_TH = torch.empty_like(x_TH)
-        act_TF = x_TH.new_empty(len(x_TH), self.decoder.config.intermediate_size)
+        num_tokens = len(input_ids_T)
+        buffer = partial(self._buffers.take, num_tokens)
+        x_TH, normed_TH = buffer("x", config.hidden_size), buffer("normed", config.hidden_size)
+        self._embed(input_ids_T, x_TH)
         num_heads, both_heads, head_dim = self._heads
-        delta_TH = None
+        qkv_TX = buffer("qkv", (2 * both_heads - num_heads) * head_dim)
+        qkv_TXD = qkv_TX.view(num_tokens, -1, head_dim)
+        q_THD, k_TKD, v_TKD = qkv_TXD.tensor_split((num_heads, both_heads), dim=1)
+        wide_TF, act_TF = buffer("wide", 2 * config.intermediate_size), buffer("act", config.intermediate_size)
+        delta_TH = buffer("delta", config.hidden_size)
+        added = None  # what the last product left to be added to x
         for index, layer in enumerate(self._layers):
-            kernels.add_rms_norm(x_TH, delta_TH, layer.input_norm, eps, normed_TH)
-            qkv_TX = layer.qkv(normed_TH)
+            kernels.add_rms_norm(x_TH, added, layer.input_norm, eps, normed_TH)
+            layer.qkv(normed_TH, qkv_TX)
             kernels.norm_rotate(qkv_TX, self._heads, layer.qk_norms, self._rotations, position_ids_T)
-            qkv_TXD = qkv_TX.view(len(x_TH), -1, head_dim)
-            mixed_THD = attention(
-                index, qkv_TXD[:, :num_heads], qkv_TXD[:, num_heads:both_heads], qkv_TXD[:, both_heads:]
-            )
-            delta_TH = layer.o(mixed_THD.view(len(x_TH), -1))
-            kernels.add_rms_norm(x_TH, delta_TH, layer.post_norm, eps, normed_TH)
-            kernels.silu_mul(layer.gate_up(normed_TH), act_TF)
-            delta_TH = layer.down(act_TF)
-        kernels.add_rms_norm(x_TH, delta_TH, _float(model.norm), eps, normed_TH)
+            mixed_THD = attention(index, q_THD, k_TKD, v_TKD)
+            added = layer.o(mixed_THD.view(num_tokens, -1), delta_TH)
+            kernels.add_rms_norm(x_TH, added, layer.post_norm, eps, normed_TH)
+            kernels.silu_mul(layer.gate_up(normed_TH, wide_TF), act_TF)
+            added = layer.down(act_TF, delta_TH)
+        kernels.add_rms_norm(x_TH, added, _float(model.norm), eps, normed_TH)
         return normed_TH
 
+    def _embed(self, input_ids_T: Tensor, out_TH: Tensor) -> None:
+        weight_VH = self.decoder.model.embed_tokens.weight.detach()
+        if weight_VH.dtype == torch.float32:
+            torch.index_select(weight_VH, 0, input_ids_T, out=out_TH)
+        else:
+            out_TH.copy_(weight_VH[input_ids_T])
+
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Logits [T, V], float32."""
-        return self.decoder.logits(hidden_TH.to(self.decoder.model.norm.weight.dtype)).float()
+        """Logits [T, V], float32, valid until the next call."""
+        decoder = self.decoder
+        head = decoder.model.embed_tokens if decoder.lm_head is None else decoder.lm_head
+        out_TV = self._buffers.take(len(hidden_TH), "logits", decoder.config.vocab_size)
+        if head.weight.dtype == torch.float32:
+            return torch.mm(hidden_TH, head.weight.detach().T, out=out_TV)
+        return out_TV.copy_(decoder.logits(hidden_TH.to(head.weight.dtype)))
 
 
 class _FusedLayer:
@@ -88,21 +107,31 @@ class _Product:
     """Linear layers of one input as one product; their parameters become views of its matrix."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
-        weights: list[Tensor] = [linear.weight for linear in linears]
-        self._weight = _side_by_side(weights)
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = _side_by_side(biases) if biases else None
+        # Inputs by outputs: the layout that multiplies fastest.
+        self._weight_XY = torch.cat([linear.weight.detach() for linear in linears]).T.contiguous()
+        _make_views([linear.weight for linear in linears], self._weight_XY.T)
+        self._bias_Y: Tensor | None = None
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        if biases:
+            self._bias_Y = torch.cat([bias.detach() for bias in biases])
+            _make_views(biases, self._bias_Y)
 
-    def __call__(self, x_TX: Tensor) -> Tensor:
-        return nn.functional.linear(x_TX.to(self._weight.dtype), self._weight, self._bias).float()
+    def __call__(self, x_TX: Tensor, out_TY: Tensor) -> Tensor:
+        """Write the product to `out_TY` and return it."""
+        if self._weight_XY.dtype != torch.float32:
+            product = torch.mm(x_TX.to(self._weight_XY.dtype), self._weight_XY)
+            out_TY.copy_(product if self._bias_Y is None else product + self._bias_Y)
+        elif self._bias_Y is None:
+            torch.mm(x_TX, self._weight_XY, out=out_TY)
+        else:
+            torch.addmm(self._bias_Y, x_TX, self._weight_XY, out=out_TY)
+        return out_TY
 
 
-def _side_by_side(parameters: list[Tensor]) -> Tensor:
-    """Parameters concatenated along their first dimension; each then is a view of its part."""
-    joined = torch.cat([parameter.detach() for parameter in parameters])
+def _make_views(parameters: Sequence[Tensor], joined: Tensor) -> None:
+    """Let each parameter be its part of `joined`, which holds them one after the other."""
     for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
-    return joined
 
 
 def _float(norm: RMSNorm) -> Tensor:

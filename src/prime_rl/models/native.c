@@ -12,25 +12,29 @@
 #define ROWS 4        /* query rows that share one pass over keys and values */
 #define STRIP 256     /* positions whose scores are held at a time */
 #define MAX_DIM 256   /* largest head size */
+#define CHUNK 64      /* tokens that the search for the drawn one skips at a time */
 #define SMALL 4096    /* elements below which threads cost more than they give */
 
 static int threads = 1;
 void set_threads(int count) { threads = count; }
 
-typedef float v8 __attribute__((vector_size(32)));
-typedef int32_t i8 __attribute__((vector_size(32)));
-typedef float v8u __attribute__((vector_size(32), aligned(4)));
-typedef uint16_t h8u __attribute__((vector_size(16), aligned(2)));
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+#define PARTS (LANES / WIDTH)
 
-static inline v8 load8(const float *p) { return *(const v8u *)p; }
-static inline void store8(float *p, v8 x) { *(v8u *)p = x; }
-static inline v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
+typedef float loose_vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint16_t half_vec __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
-static inline v8 load8_bf16(const uint16_t *p) {
-    typedef uint32_t u8 __attribute__((vector_size(32)));
-    u8 wide = __builtin_convertvector(*(const h8u *)p, u8) << 16;
-    return (v8)wide;
-}
+static inline vec load(const float *p) { return *(const loose_vec *)p; }
+static inline void store(float *p, vec x) { *(loose_vec *)p = x; }
+static inline vec splat(float x) { return x - (vec){0}; }
+static inline vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const half_vec *)p, uvec) << 16); }
 
 static inline uint16_t to_bf16(float x) {
     uint32_t bits;
@@ -39,25 +43,40 @@ static inline uint16_t to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);              /* to nearest, ties to even */
 }
 
-static inline float sum8(v8 x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+static inline float sum_of(vec x) {
+    for (int half = WIDTH / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) x[lane] += x[lane + half];
+    return x[0];
+}
+
+static inline vec larger(vec a, vec b) {
+    ivec more = a > b;
+    return (vec)(((ivec)a & more) | ((ivec)b & ~more));
+}
+
+static inline float largest_of(vec x) {
+    for (int half = WIDTH / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) x[lane] = x[lane] > x[lane + half] ? x[lane] : x[lane + half];
+    return x[0];
+}
 
 /* e**x to about one part in 10**7; arguments are clamped to +-87. */
-static inline v8 exp8(v8 x) {
-    i8 low = x < splat(-87.0f), high = x > splat(87.0f);
-    x = (v8)(((i8)x & ~low & ~high) | ((i8)splat(-87.0f) & low) | ((i8)splat(87.0f) & high));
-    v8 scaled = x * splat(1.44269504f);
-    v8 half = (v8)(((i8)scaled & (i8)splat(-0.0f)) | (i8)splat(0.5f));
-    i8 whole = __builtin_convertvector(scaled + half, i8);
-    v8 n = __builtin_convertvector(whole, v8);
-    v8 r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
-    v8 p = splat(1.9875691500e-4f);
+static inline vec exp_of(vec x) {
+    ivec low = x < splat(-87.0f), high = x > splat(87.0f);
+    x = (vec)(((ivec)x & ~low & ~high) | ((ivec)splat(-87.0f) & low) | ((ivec)splat(87.0f) & high));
+    vec scaled = x * splat(1.44269504f);
+    vec half = (vec)(((ivec)scaled & (ivec)splat(-0.0f)) | (ivec)splat(0.5f));
+    ivec whole = __builtin_convertvector(scaled + half, ivec);
+    vec n = __builtin_convertvector(whole, vec);
+    vec r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
     p = p * r + splat(1.3981999507e-3f);
     p = p * r + splat(8.3334519073e-3f);
     p = p * r + splat(4.1665795894e-2f);
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * r * r + r + splat(1.0f);
-    return p * (v8)((whole + 127) << 23);
+    return p * (vec)((whole + 127) << 23);
 }
 
 /* -- attention ------------------------------------------------------------------------------------------------- */
@@ -95,57 +114,34 @@ void paged_write(const Shape *s, int64_t num_tokens, const float *k, const float
 /* scores[r][0..15] of `rows` queries (q[d * ROWS + r]) against 16 positions of transposed keys. */
 static inline __attribute__((always_inline)) void scores16(int rows, int bf16, const float *q, const void *keys,
                                                            int64_t dim, int64_t stride, float *scores) {
-    v8 sum[ROWS][2];
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = splat(0.0f);
-    for (int64_t d = 0; d < dim; d++) {
-        v8 a, b;
-        if (bf16) {
-            a = load8_bf16((const uint16_t *)keys + d * stride);
-            b = load8_bf16((const uint16_t *)keys + d * stride + 8);
-        } else {
-            a = load8((const float *)keys + d * stride);
-            b = load8((const float *)keys + d * stride + 8);
+    vec sum[ROWS][PARTS];
+    for (int r = 0; r < rows; r++)
+        for (int part = 0; part < PARTS; part++) sum[r][part] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d++)
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t at = d * stride + part * WIDTH;
+            const vec key = bf16 ? load_bf16((const uint16_t *)keys + at) : load((const float *)keys + at);
+            for (int r = 0; r < rows; r++) sum[r][part] += splat(q[d * ROWS + r]) * key;
         }
-        for (int r = 0; r < rows; r++) {
-            v8 x = splat(q[d * ROWS + r]);
-            sum[r][0] += x * a;
-            sum[r][1] += x * b;
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        store8(scores + r * STRIP, sum[r][0]);
-        store8(scores + r * STRIP + 8, sum[r][1]);
-    }
+    for (int r = 0; r < rows; r++)
+        for (int part = 0; part < PARTS; part++) store(scores + r * STRIP + part * WIDTH, sum[r][part]);
 }
 
 /* acc[r][d] += sum over 16 positions of weights[r][position] * values[position][d]. */
 static inline __attribute__((always_inline)) void mix16(int rows, int bf16, const float *weights, const void *values,
                                                         int64_t dim, float *acc) {
     for (int64_t d = 0; d < dim; d += LANES) {
-        v8 sum[ROWS][2];
-        for (int r = 0; r < rows; r++) {
-            sum[r][0] = load8(acc + r * MAX_DIM + d);
-            sum[r][1] = load8(acc + r * MAX_DIM + d + 8);
-        }
-        for (int64_t j = 0; j < LANES; j++) {
-            v8 a, b;
-            if (bf16) {
-                a = load8_bf16((const uint16_t *)values + j * dim + d);
-                b = load8_bf16((const uint16_t *)values + j * dim + d + 8);
-            } else {
-                a = load8((const float *)values + j * dim + d);
-                b = load8((const float *)values + j * dim + d + 8);
+        vec sum[ROWS][PARTS];
+        for (int r = 0; r < rows; r++)
+            for (int part = 0; part < PARTS; part++) sum[r][part] = load(acc + r * MAX_DIM + d + part * WIDTH);
+        for (int64_t j = 0; j < LANES; j++)
+            for (int part = 0; part < PARTS; part++) {
+                const int64_t at = j * dim + d + part * WIDTH;
+                const vec value = bf16 ? load_bf16((const uint16_t *)values + at) : load((const float *)values + at);
+                for (int r = 0; r < rows; r++) sum[r][part] += splat(weights[r * STRIP + j]) * value;
             }
-            for (int r = 0; r < rows; r++) {
-                v8 w = splat(weights[r * STRIP + j]);
-                sum[r][0] += w * a;
-                sum[r][1] += w * b;
-            }
-        }
-        for (int r = 0; r < rows; r++) {
-            store8(acc + r * MAX_DIM + d, sum[r][0]);
-            store8(acc + r * MAX_DIM + d + 8, sum[r][1]);
-        }
+        for (int r = 0; r < rows; r++)
+            for (int part = 0; part < PARTS; part++) store(acc + r * MAX_DIM + d + part * WIDTH, sum[r][part]);
     }
 }
 
@@ -154,31 +150,25 @@ static inline __attribute__((always_inline)) void mix16(int rows, int bf16, cons
 static inline void soften(float *scores, int64_t count, int64_t visible, float *maximum, float *total, float *acc,
                           int64_t dim) {
     for (int64_t j = visible < 0 ? 0 : visible; j < count; j++) scores[j] = -__builtin_inff();
-    v8 top = splat(*maximum);
-    for (int64_t j = 0; j < count; j += 8) {
-        v8 x = load8(scores + j);
-        i8 more = x > top;
-        top = (v8)(((i8)x & more) | ((i8)top & ~more));
-    }
-    float highest = top[0];
-    for (int lane = 1; lane < 8; lane++) highest = top[lane] > highest ? top[lane] : highest;
-    v8 sum = splat(0.0f);
-    for (int64_t j = 0; j < count; j += 8) {
-        v8 w = exp8(load8(scores + j) - splat(highest));
-        if (j + 8 > visible)
-            for (int lane = 0; lane < 8; lane++)
+    vec top = splat(*maximum);
+    for (int64_t j = 0; j < count; j += WIDTH) top = larger(load(scores + j), top);
+    const float highest = largest_of(top);
+    vec sum = splat(0.0f);
+    for (int64_t j = 0; j < count; j += WIDTH) {
+        vec w = exp_of(load(scores + j) - splat(highest));
+        if (j + WIDTH > visible)
+            for (int lane = 0; lane < WIDTH; lane++)
                 if (j + lane >= visible) w[lane] = 0.0f;
-        store8(scores + j, w);
+        store(scores + j, w);
         sum += w;
     }
     if (highest > *maximum) {
-        v8 shrink = exp8(splat(*maximum - highest));
-        if (*total == 0.0f) shrink = splat(0.0f);
+        const vec shrink = *total == 0.0f ? splat(0.0f) : exp_of(splat(*maximum - highest));
         *total *= shrink[0];
-        for (int64_t d = 0; d < dim; d += 8) store8(acc + d, load8(acc + d) * shrink);
+        for (int64_t d = 0; d < dim; d += WIDTH) store(acc + d, load(acc + d) * shrink);
         *maximum = highest;
     }
-    *total += sum8(sum);
+    *total += sum_of(sum);
 }
 
 /* Ask for the next block of the table: blocks lie anywhere in memory, and the hardware sees no pattern. */
@@ -269,10 +259,10 @@ void paged_attention(const Shape *s, const float *q, const void *keys, const voi
 /* -- pointwise ------------------------------------------------------------------------------------------------- */
 
 static inline float inverse_rms(const float *x, int64_t n, float eps) {
-    v8 sum = splat(0.0f);
+    vec sum = splat(0.0f);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) sum += load8(x + i) * load8(x + i);
-    float total = sum8(sum);
+    for (; i + WIDTH <= n; i += WIDTH) sum += load(x + i) * load(x + i);
+    float total = sum_of(sum);
     for (; i < n; i++) total += x[i] * x[i];
     return 1.0f / __builtin_sqrtf(total / (float)n + eps);
 }
@@ -315,14 +305,61 @@ void norm_rotate(int64_t num_tokens, int64_t stride, int64_t q_heads, int64_t he
     }
 }
 
-/* out[T, N] = silu(x[T, 0:N]) * x[T, N:2N]; N is a multiple of 8. */
+/* out[T, N] = silu(x[T, 0:N]) * x[T, N:2N]; N is a multiple of LANES. */
 void silu_mul(int64_t num_tokens, int64_t n, const float *x, float *out) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * n > SMALL)
     for (int64_t t = 0; t < num_tokens; t++) {
         const float *gate = x + t * 2 * n, *up = gate + n;
-        for (int64_t i = 0; i < n; i += 8) {
-            v8 g = load8(gate + i);
-            store8(out + t * n + i, g / (splat(1.0f) + exp8(-g)) * load8(up + i));
+        for (int64_t i = 0; i < n; i += WIDTH) {
+            const vec g = load(gate + i);
+            store(out + t * n + i, g / (splat(1.0f) + exp_of(-g)) * load(up + i));
         }
+    }
+}
+
+/* -- sampling -------------------------------------------------------------------------------------------------- */
+
+/* One token a row of logits[S, V] at its inverse temperature: the first whose cumulative probability exceeds draws[s],
+ * and its logprob. The logits are overwritten. */
+void sample(int64_t num_rows, int64_t vocab, float *logits, const float *inverse_temperatures, const float *draws,
+            int64_t *ids, float *logprobs) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows * vocab > SMALL)
+    for (int64_t s = 0; s < num_rows; s++) {
+        float *row = logits + s * vocab;
+        const vec scale = splat(inverse_temperatures[s]);
+        const int64_t whole = vocab / WIDTH * WIDTH;
+        float tail[WIDTH];
+        for (int64_t i = 0; i < WIDTH; i++) tail[i] = whole + i < vocab ? row[whole + i] : -__builtin_inff();
+        vec top = load(tail);
+        for (int64_t i = 0; i < whole; i += WIDTH) top = larger(load(row + i), top);
+        const vec highest = splat(largest_of(top));
+        double total = 0.0;
+        for (int64_t from = 0; from < whole; from += CHUNK) {
+            vec sum = splat(0.0f);
+            for (int64_t i = from; i < whole && i < from + CHUNK; i += WIDTH) {
+                const vec weight = exp_of((load(row + i) - highest) * scale);
+                store(row + i, weight);
+                sum += weight;
+            }
+            total += sum_of(sum);
+        }
+        store(tail, exp_of((load(tail) - highest) * scale));
+        for (int64_t i = whole; i < vocab; i++) total += row[i] = tail[i - whole];
+        const double target = draws[s] * total;
+        double passed = 0.0;
+        int64_t id = 0;
+        for (; id + CHUNK < vocab; id += CHUNK) {
+            vec sum = splat(0.0f);
+            for (int64_t i = id; i < id + CHUNK; i += WIDTH) sum += load(row + i);
+            const float weight = sum_of(sum);
+            if (passed + weight > target) break;
+            passed += weight;
+        }
+        for (; id < vocab - 1; id++) {
+            passed += row[id];
+            if (passed > target) break;
+        }
+        ids[s] = id;
+        logprobs[s] = __builtin_logf(row[id]) - (float)__builtin_log(total);
     }
 }

@@ -77,6 +77,8 @@ class Kernels:
         self._norm_rotate.argtypes = [*[integer] * 5, pointer, pointer, pointer, real, pointer, pointer, pointer]
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [integer, integer, pointer, pointer]
+        self._sample = library.sample
+        self._sample.argtypes = [integer, integer, *[pointer] * 5]
         for function in vars(self).values():
             function.restype = None
 
@@ -112,6 +114,15 @@ class Kernels:
     def silu_mul(self, x_T2N: Tensor, out_TN: Tensor) -> None:
         """out = silu(first half of x) * second half."""
         self._silu_mul(*out_TN.shape, x_T2N.data_ptr(), out_TN.data_ptr())
+
+    def sample(
+        self, logits_SV: Tensor, inverse_temperatures_S: Tensor, draws_S: Tensor, ids_S: Tensor, logprobs_S: Tensor
+    ) -> None:
+        """One token a row, as `sampler.draw` chooses it, and its logprob; overwrites the logits. `ids_S` is int64."""
+        self._sample(
+            *logits_SV.shape, logits_SV.data_ptr(), inverse_temperatures_S.data_ptr(), draws_S.data_ptr(),
+            ids_S.data_ptr(), logprobs_S.data_ptr(),
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -152,23 +163,38 @@ def _which(name: str | None) -> str | None:
 
 
 def _openmp_flags() -> list[str]:
-    """Flags for OpenMP; linked with the library that torch brings, so that there is one pool of threads, not two."""
+    """Libraries to link; OpenMP is the one that torch brings, so that there is one pool of threads, not two."""
     if platform.system() != "Linux":
-        return []
+        return ["-lm"]
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return ["-fopenmp", *(str(path) for path in bundled[:1])]
+    return ["-fopenmp", *(str(path) for path in bundled[:1]), "-lm"]
 
 
 def supports(head_dim: int, block_size: int, intermediate_size: int) -> bool:
     """Whether the kernels take these sizes."""
     fits = head_dim % LANES == 0 and head_dim <= MAX_DIM and block_size % LANES == 0
-    return fits and intermediate_size % (LANES // 2) == 0
+    return fits and intermediate_size % LANES == 0
+
+
+class Buffers:
+    """Memory that is kept between steps. (Large allocations in a thread go back to the system at once, and every step
+    would pay for their pages again: a quarter of its time.)"""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, rows: int, name: str, columns: int) -> Tensor:
+        """A float32 [rows, columns] tensor with arbitrary content; the same memory for the same name."""
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < rows:
+            kept = self._kept[name] = torch.empty(rows, columns)
+        return kept[:rows]
 
 
 class NativeAttention:
     """`PagedAttention` by the C kernels. Queries, keys and values are float32 rows, possibly inside wider ones."""
 
-    def __init__(self, kernels: Kernels, cache: PagedCache, num_heads: int, step: PagedStep) -> None:
+    def __init__(self, kernels: Kernels, buffers: Buffers, cache: PagedCache, num_heads: int, step: PagedStep) -> None:
         self.kernels = kernels
         self.cache = cache
         self.step = step
@@ -183,6 +209,8 @@ class NativeAttention:
         self._offsets = step.positions % size
         self._starts = (np.cumsum(step.lengths) - step.lengths).astype(np.int32)
         self._tiles = _tiles(step, kv_heads, num_heads // kv_heads)
+        # One for all layers: a layer's output is used before the next layer attends.
+        self._out_THD = buffers.take(len(owner_T), "mixed", num_heads * head_dim).view(-1, num_heads, head_dim)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         shape = self._shape
@@ -193,8 +221,7 @@ class NativeAttention:
             address, q_THD.shape[0], k_TKD.data_ptr(), v_TKD.data_ptr(), keys, values,
             self._blocks.ctypes.data, self._offsets.ctypes.data,
         )  # fmt: skip
-        out_THD = torch.empty(q_THD.shape)
-        step = self.step
+        out_THD, step = self._out_THD, self.step
         self.kernels.paged_attention(
             address, q_THD.data_ptr(), keys, values, step.tables.ctypes.data, self._starts.ctypes.data,
             step.lengths.ctypes.data, step.contexts.ctypes.data, len(self._tiles), self._tiles.ctypes.data,

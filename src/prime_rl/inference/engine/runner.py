@@ -15,7 +15,7 @@ from prime_rl.models.attention import Attention, PagedAttention, PagedCache, Pag
 from prime_rl.models.decoder import Decoder
 from prime_rl.models.fused import FusedDecoder
 from prime_rl.models.hf import match_hf_tensors
-from prime_rl.models.native import Kernels, NativeAttention, supports
+from prime_rl.models.native import Buffers, Kernels, NativeAttention, supports
 from prime_rl.transport.weights import read_weights
 
 
@@ -35,15 +35,16 @@ class Runner:
         self.decoder = decoder
         self.cache = cache
         self.device = cache.keys.device
-        self.sampler = Sampler(self.device)
+        self.sampler = Sampler(self.device, kernels)
         max_blocks = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._model: Decoder | FusedDecoder = decoder
         self._attention: Callable[[PagedStep], Attention] = partial(PagedAttention, cache)
         shape = decoder.config
         if kernels is not None and supports(shape.head_dim, cache.block_size, shape.intermediate_size):
-            self._model = FusedDecoder(decoder, kernels, max_positions=max_model_len)
-            self._attention = partial(NativeAttention, kernels, cache, shape.num_heads)
+            buffers = Buffers()
+            self._model = FusedDecoder(decoder, kernels, buffers, max_positions=max_model_len)
+            self._attention = partial(NativeAttention, kernels, buffers, cache, shape.num_heads)
 
     @torch.inference_mode()
     def step(self, chunks: Seq[Chunk]) -> tuple[list[Sequence], Sampled | None]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.engine.scheduler import Sequence
+from prime_rl.models.native import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,10 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Sampler:
     """Samples for a changing set of sequences; what depends on the set alone is kept while it stays the same."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: Kernels | None = None) -> None:
+        """`kernels`: for logits on the CPU; they draw in one pass where no row asks for more than a temperature."""
         self.device = device
+        self.kernels = kernels
         self._plan = _Plan([], device)
 
     def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
@@ -51,18 +54,23 @@ class Sampler:
         if self._plan.sequences != sequences:
             self._plan = _Plan(list(sequences), self.device)
         plan = self._plan
-        logprobs_SV = plan.logprobs(logits_SV.float())
         indices = np.fromiter((s.num_generated for s in sequences), np.uint64, len(sequences))
         draws_S = torch.from_numpy(uniform(plan.seeds, indices)).to(self.device)
-        ids_S = draw(logprobs_SV, draws_S)
-        if plan.greedy_S is not None:
-            ids_S = torch.where(plan.greedy_S, logprobs_SV.argmax(-1), ids_S)
-        chosen_S = logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
+        logits_SV = logits_SV.float()
+        top_logprobs: dict[int, tuple[tuple[int, float], ...]] = {}
+        if self.kernels is not None and plan.plain:
+            ids_S, chosen_S = torch.empty(len(sequences), dtype=torch.int64), torch.empty(len(sequences))
+            self.kernels.sample(logits_SV, plan.inverse_temperatures_S, draws_S, ids_S, chosen_S)
+        else:
+            logprobs_SV = plan.logprobs(logits_SV)
+            ids_S = draw(logprobs_SV, draws_S)
+            if plan.greedy_S is not None:
+                ids_S = torch.where(plan.greedy_S, logprobs_SV.argmax(-1), ids_S)
+            chosen_S = logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
+            top_logprobs = plan.top_logprobs(logprobs_SV)
         if not bool(torch.isfinite(chosen_S).all()):
             raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinite values")
-        return Sampled(
-            token_ids=ids_S.tolist(), logprobs=chosen_S.tolist(), top_logprobs=plan.top_logprobs(logprobs_SV)
-        )
+        return Sampled(token_ids=ids_S.tolist(), logprobs=chosen_S.tolist(), top_logprobs=top_logprobs)
 
 
 def draw(logprobs_SV: Tensor, draws_S: Tensor) -> Tensor:
@@ -96,6 +104,8 @@ class _Plan:
             for column in zip(*((p.top_k, p.top_p, p.min_p) for p in (params[r] for r in self.filtered)), strict=True)
         ]
         self.wants_top = [(row, p.num_top_logprobs) for row, p in enumerate(params) if p.num_top_logprobs]
+        self.inverse_temperatures_S = torch.tensor([1.0 / t for t in temperatures], dtype=torch.float32)
+        self.plain = not (any(greedy) or self.penalized or self.held_back or self.filtered or self.wants_top)
 
     def logprobs(self, logits_SV: Tensor) -> Tensor:
         """Log of the distribution that each row is sampled from."""

@@ -8,6 +8,7 @@ import torch
 from prime_rl.inference.backend import SamplingParams
 from prime_rl.inference.engine.sampler import Sampler, draw, uniform
 from prime_rl.inference.engine.scheduler import Sequence
+from prime_rl.models.native import load_kernels
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
@@ -140,3 +141,21 @@ def test_extreme_draws_land_on_possible_tokens() -> None:
     logprobs = torch.tensor([[-torch.inf, 0.3, 0.7, -torch.inf]]).log().nan_to_num(nan=-torch.inf)
     assert draw(logprobs, torch.tensor([0.0])).item() == 1
     assert draw(logprobs, torch.tensor([1 - 2**-23])).item() == 2
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 64, 1000])
+def test_the_kernel_draws_what_torch_draws(vocab: int) -> None:
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no C compiler")
+    kernels.use_torch_threads()
+    rows = [sequence(seed, temperature=0.3 + seed % 5) for seed in range(200)]
+    logits = 3 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(vocab))
+    expected = Sampler(CPU).sample(logits.clone(), rows)
+    actual = Sampler(CPU, kernels).sample(logits.clone(), rows)
+    different = sum(a != b for a, b in zip(actual.token_ids, expected.token_ids, strict=True))
+    assert different <= 1  # a draw may stand within float noise of a boundary
+    if not different:
+        assert actual.logprobs == pytest.approx(expected.logprobs, abs=3e-6)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        Sampler(CPU, kernels).sample(logits.fill_(torch.nan), rows)
