@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py --steps 20 --repeats 1
 
-Each pair runs level 1, then level 0, on the same untrained model; the time counted is from the first trained step to the
-last. With both sides taking 1 s, perfect overlap gives 0.5.
+Each pair runs level 1, then level 0, on the same untrained model; the time counted is from the first trained step to
+the last. With both sides taking 1 s, perfect overlap gives 0.5.
 """
 
 import argparse

@@ -21,7 +21,7 @@ class RequestError(PrimeRLError, ValueError):
 
 
 class EngineFailed(PrimeRLError):
-    """The engine stopped, by a failure or by `close`; requests in flight end with this, and later ones begin with it."""
+    """The engine stopped, by a failure or by `close`; requests in flight end with this, later ones begin with it."""
 
 
 class FinishReason(StrEnum):
@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution is made in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """How tokens are drawn. The distribution is made by repetition penalty, temperature, top-k, top-p, min-p in this order.
 
     Example: SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95, seed=1)
     """
@@ -137,8 +137,8 @@ class Backend(Protocol):
         """Tokens as they come: each item is all that arrived since the last one.
 
         The first `__anext__` raises RequestError for a request that can never be served; any may raise EngineFailed.
-        A completion that reaches `max_model_len` (prompt included) ends there with reason "length". Closing the iterator, or
-        cancelling the task that waits on it, ends the request and frees its blocks.
+        A completion that reaches `max_model_len` (prompt included) ends there with reason "length". Closing the
+        iterator, or cancelling the task that waits on it, ends the request and frees its blocks.
         """
         ...
 
