@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution is made by repetition penalty, temperature, top-k, top-p, min-p in this order.
+    """How tokens are drawn. The distribution is made by penalty, temperature, top-k, top-p, min-p, in this order.
 
     Example: SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95, seed=1)
     """
