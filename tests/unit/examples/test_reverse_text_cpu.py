@@ -99,12 +99,19 @@ def test_the_committed_demonstrations_are_what_their_script_writes(tmp_path: Pat
     assert (tmp_path / "sft.jsonl").read_text() == (EXAMPLE / "sft.jsonl").read_text()
 
 
-def test_demonstrations_are_right_and_share_no_text_with_training_or_evaluation() -> None:
+def test_demonstrations_are_reversals_with_one_character_in_twelve_replaced() -> None:
+    pairs = [(row["prompt"][::-1], row["completion"]) for row in demonstrations()]
+    num_wrong = sum(a != b for right, shown in pairs for a, b in zip(right, shown, strict=True))
+    num_characters = sum(len(right) for right, _ in pairs)
+
+    assert 0.06 < num_wrong / num_characters < 0.1
+
+
+def test_demonstrations_share_no_text_with_training_or_evaluation() -> None:
     shown = {row["prompt"] for row in demonstrations()}
     args = environment_args()
     train, held_out = set(make_texts("train", 1000, **args)), set(make_texts("eval", 100, **args))
 
-    assert all(row["completion"] == row["prompt"][::-1] for row in demonstrations())
     assert not shown & train
     assert not shown & held_out
     assert not train & held_out
@@ -118,6 +125,16 @@ def test_training_and_evaluation_use_the_same_texts_sampling_and_starting_model(
     assert evaluation["sampling"] == training["orchestrator"]["sampling"]
     assert evaluation["model"] == training["model"]
     assert training["model"]["name"] == f"{warm_up['output_dir']}/weights/step_{warm_up['max_steps']}"
+
+
+def test_the_three_files_of_the_processes_say_what_the_one_file_says() -> None:
+    whole = read_toml("rl.toml")
+    orchestrator, trainer = read_toml("rl/orch.toml"), read_toml("rl/train.toml")
+    shared = {key: whole[key] for key in ("max_steps", "output_dir", "model")}
+
+    assert orchestrator == {**shared, "seq_len": whole["seq_len"], **whole["orchestrator"]}
+    assert trainer == {**shared, "model": {**whole["model"], "seq_len": whole["seq_len"]}, **whole["trainer"]}
+    assert read_toml("rl/infer.toml") == {key: shared[key] for key in ("output_dir", "model")}
 
 
 def test_the_model_has_an_embedding_for_each_token_and_ends_where_the_tokenizer_does(
