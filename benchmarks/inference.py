@@ -9,6 +9,7 @@ the ratio within a pair, since a machine's speed drifts. Without vLLM in reach (
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -182,16 +183,17 @@ class Side:
 
 def measure(args: argparse.Namespace, dtype: str, model_dir: Path) -> dict[str, list[float]]:
     """Tokens/s of every run of each side."""
-    sides = {"ours": Side("ours", sys.executable, args, model_dir, dtype)}
-    if not args.no_vllm:
-        sides["vllm"] = Side("vllm", args.vllm_python, args, model_dir, dtype)
-    results: dict[str, list[float]] = {name: [] for name in sides}
-    for pair in range(args.pairs):
-        for name, side in sides.items():
-            results[name].append(side.run(pair))
-            print(f"{dtype} pair {pair} {name}: {results[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
-    for side in sides.values():
-        side.close()
+    pythons = {"ours": sys.executable} | ({} if args.no_vllm else {"vllm": args.vllm_python})
+    results: dict[str, list[float]] = {name: [] for name in pythons}
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for name, python in pythons.items():
+            sides[name] = Side(name, python, args, model_dir, dtype)
+            stack.callback(sides[name].close)
+        for pair in range(args.pairs):
+            for name, side in sides.items():
+                results[name].append(side.run(pair))
+                print(f"{dtype} pair {pair} {name}: {results[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
     return results
 
 
@@ -234,6 +236,7 @@ def main() -> None:
     if args.side:
         serve(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides, which are stopped, end too
     with tempfile.TemporaryDirectory() as name:
         model_dir = Path(name)
         (model_dir / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
