@@ -25,6 +25,7 @@ from prime_rl.transport.manifest import digest
 Answer = TypeVar("Answer", bound=BaseModel)
 
 PROBE_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 NOTICE_INTERVAL_S: Final = 15.0
 
@@ -135,7 +136,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
     """A client for the duration of the block."""
     key = os.environ.get(config.api_key_var)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = httpx.Timeout(config.timeout, connect=PROBE_TIMEOUT_S)
+    timeout = httpx.Timeout(config.timeout, connect=CONNECT_TIMEOUT_S)
     # Every request has a connection of its own: there are few, and one sent into a connection that the server closes
     # for being idle would fail.
     limits = httpx.Limits(max_keepalive_connections=0)

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from prime_rl.environments.rollouts import EnvironmentSpec
 
 SESSION_HEADER: Final = "X-Session-ID"
-CONNECT_TIMEOUT_S: Final = 10.0
+CONNECT_TIMEOUT_S: Final = 60.0
+"""Generous: a server that is gone refuses at once, and one that is merely starved of CPU accepts late."""
 NUM_POOLS: Final = 32
 KEEPALIVE_EXPIRY_S: Final = 2.0
 """Less than the 5 s after which uvicorn closes idle connections: a request sent into a closing one would fail."""
