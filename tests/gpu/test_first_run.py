@@ -37,7 +37,7 @@ def packed_logprobs(device: str, dtype: torch.dtype, sequences: list[list[int]])
 
 def test_the_gpu_gives_the_logprobs_of_the_cpu():
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, 60, (length,), generator=generator).tolist() for length in (5, 40, 17, 40)]
+    sequences = [torch.randint(0, 38, (length,), generator=generator).tolist() for length in (5, 40, 17, 40)]
     cpu = packed_logprobs("cpu", torch.float32, sequences)
     gpu = packed_logprobs("cuda", torch.float32, sequences)
     assert (cpu - gpu).abs().max() < 1e-4
@@ -76,12 +76,17 @@ def test_sft_and_rl_run_on_one_gpu(tmp_path, free_port):
     command("sft", "@", f"{example}/sft.toml", "--output-dir", str(tmp_path / "sft"))
     (weights,) = (tmp_path / "sft" / "weights").glob("step_*")
     command(
-        *("rl", "@", f"{example}/rl.toml", "--model.name", str(weights), "--max-steps", "12"),
+        *("rl", "@", f"{example}/rl.toml", "--model.name", str(weights)),
         *("--inference.server.port", str(free_port), "--output-dir", str(tmp_path / "rl")),
         *("--inference.model.dtype", "float32"),
     )
     rows = read_metrics(RunPaths(tmp_path / "rl").metrics("trainer"))
-    assert len(rows) == 12
+    batches = read_metrics(RunPaths(tmp_path / "rl").metrics("orchestrator"))
+    rewards = [row["reward/mean"] for row in batches]
+    assert rewards[0] <= 0.5
+    assert sum(rewards[-3:]) / 3 >= 0.8
     assert "on NVIDIA" in RunPaths(tmp_path / "rl").log("trainer").read_text()
-    assert rows[0]["mismatch_kl/mean"] < 1e-6  # step 0 trains on its own samples: the engine equals the trainer
-    assert max(row["mismatch_kl/mean"] for row in rows) < 0.05
+    # Where the weights that sampled are those that train, the engine equals the trainer.
+    on_policy = [row for row, batch in zip(rows, batches, strict=True) if batch["off_policy_gap/max"] == 0]
+    assert on_policy
+    assert max(row["mismatch_kl/mean"] for row in on_policy) < 1e-6
