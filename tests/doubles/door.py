@@ -50,6 +50,8 @@ class Scripted:
 async def load(spec: EnvironmentSpec) -> Scripted:
     if "refuse" in spec.args:
         raise EnvironmentSetupError(spec.args["refuse"])
+    if "crash" in spec.args:
+        raise ModuleNotFoundError(spec.args["crash"])
     if "die" in spec.args:
         os._exit(9)
     return Scripted(spec)

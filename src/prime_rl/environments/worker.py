@@ -97,9 +97,11 @@ async def run_worker(connection: socket.socket) -> None:
     setup_logging(f"env {spec.label}", spec.log_level)
     try:
         environment = await importlib.import_module(spec.door).load(spec)
-    except EnvironmentSetupError as error:
+    except Exception as error:  # noqa: BLE001  # reported: the orchestrator ends with this message
         _logger.exception("The environment cannot be loaded")
-        frames.send(WorkerRefused(message=str(error)))
+        known = isinstance(error, EnvironmentSetupError)
+        reason = str(error) if known else f"environment {spec.label!r}: {type(error).__name__}: {error}"
+        frames.send(WorkerRefused(message=reason))
         await frames.close()
         return
     frames.send(WorkerReady(num_train=environment.num_train, num_eval=environment.num_eval))

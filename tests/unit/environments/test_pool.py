@@ -138,6 +138,12 @@ async def test_an_environment_that_refuses_to_load_is_told_in_its_own_words(tmp_
     assert children() == []
 
 
+async def test_whatever_keeps_a_worker_from_loading_is_told(tmp_path):
+    with pytest.raises(EnvironmentSetupError, match=r"'scripted': ModuleNotFoundError: No module named 'x'$"):
+        async with pool_over(spec_of("ok", crash="No module named 'x'"), tmp_path):
+            raise AssertionError("the pool was handed out")
+
+
 async def test_a_worker_that_ends_while_it_loads_is_told_with_its_log(tmp_path):
     with pytest.raises(EnvironmentSetupError, match=r"exit code 9 while it loaded; see .*scripted-0\.log"):
         async with pool_over(spec_of("ok", die=True), tmp_path):
