@@ -97,7 +97,7 @@ async def run_worker(connection: socket.socket) -> None:
     setup_logging(f"env {spec.label}", spec.log_level)
     try:
         environment = await importlib.import_module(spec.door).load(spec)
-    except Exception as error:  # noqa: BLE001  # reported: the orchestrator ends with this message
+    except Exception as error:  # reported: the orchestrator ends with this message
         _logger.exception("The environment cannot be loaded")
         known = isinstance(error, EnvironmentSetupError)
         reason = str(error) if known else f"environment {spec.label!r}: {type(error).__name__}: {error}"
