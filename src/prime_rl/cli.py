@@ -69,11 +69,15 @@ def _process(
 ) -> None:
     """What every process does first: log, and watch its launcher. A launched process's log is its standard error."""
     from prime_rl import lifeline
+    from prime_rl.config.load import write_toml
     from prime_rl.logs import setup_logging
     from prime_rl.paths import RunPaths
 
+    paths = RunPaths(config.output_dir)
     is_launched = lifeline.VARIABLE in os.environ
-    setup_logging(name, config.log.level, None if is_launched else RunPaths(config.output_dir).log(name))
+    setup_logging(name, config.log.level, None if is_launched else paths.log(name))
+    if not is_launched:
+        write_toml(config, paths.config(name))
     lifeline.watch_launcher()
 
 
@@ -88,22 +92,29 @@ def _rl(config: "RLConfig") -> None:
     from prime_rl.config.load import write_toml
     from prime_rl.launch.local import Stopped, claim_run_dir, run_local, this_machine
     from prime_rl.launch.plan import plan_rl
-    from prime_rl.logs import setup_logging
+    from prime_rl.logs import get_logger, setup_logging
     from prime_rl.paths import RunPaths
     from prime_rl.view.console import RLConsole
 
     specs = plan_rl(config, this_machine(os.environ))
     claim_run_dir(config.output_dir, clean=config.clean)
     paths = RunPaths(config.output_dir)
-    setup_logging("rl", config.log.level, paths.log("rl"))
+    setup_logging("rl", config.log.level, paths.log("rl"), to_terminal=False)
+    logger = get_logger("prime_rl.rl")
     write_toml(config, paths.config("rl"))
     console = RLConsole(paths, max_steps=config.max_steps, has_server=config.inference is not None)
     console.opening(config.model.name)
+    logger.info("starting %s", ", ".join(spec.name for spec in specs))
     try:
         run_local(specs, config.output_dir, console.tick)
     except (KeyboardInterrupt, Stopped):
+        logger.info("stopped by the user")
         console.interrupted()
         sys.exit(130)
+    except PrimeRLError as error:
+        logger.error("%s", error)
+        raise
+    logger.info("complete")
     console.closing()
 
 

@@ -1,13 +1,15 @@
 """A process that was started by `rl` ends when `rl` is gone, however `rl` ended (`kill -9` included).
 
 The launcher puts its pid and start time into the environment, so every descendant can watch it, whatever starts it in
-between (torchrun, a worker pool). The start time guards against a reused pid.
+between (torchrun, a worker pool). The start time guards against a reused pid; on Linux it is counted from boot, since a
+wall-clock start time moves when the clock is set.
 """
 
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -18,18 +20,24 @@ GRACE_S = 5.0
 
 def launcher_token() -> str:
     """What a launcher puts into `PRIME_RL_LAUNCHER` of its children: its pid and start time."""
-    process = psutil.Process()
-    return f"{process.pid}:{process.create_time():.2f}"
+    return f"{os.getpid()}:{_started(os.getpid())}"
 
 
 def is_alive(token: str) -> bool:
     """Whether the process that made `token` still runs."""
     pid, _, started = token.partition(":")
     try:
-        process = psutil.Process(int(pid))
-        return f"{process.create_time():.2f}" == started and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return _started(int(pid)) == started and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _started(pid: int) -> str:
+    """When a process started, in the clock ticks since boot that Linux keeps; elsewhere in seconds since the epoch."""
+    stat = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        return stat.read_text().rpartition(")")[2].split()[19]
+    return f"{psutil.Process(pid).create_time():.2f}"
 
 
 def watch_launcher() -> None:

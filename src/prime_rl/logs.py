@@ -30,10 +30,10 @@ def get_logger(name: str = ROOT) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def setup_logging(process: str, level: str = "info", file: Path | None = None) -> None:
+def setup_logging(process: str, level: str = "info", file: Path | None = None, *, to_terminal: bool = True) -> None:
     """Log everything of this process from `level` up, to standard error and (appending) to `file`."""
     formatter = logging.Formatter(FORMAT, datefmt="%H:%M:%S")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if to_terminal else []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))

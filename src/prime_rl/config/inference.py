@@ -65,6 +65,6 @@ class InferenceConfig(BaseConfig):
     """Bearer key that every route but `/health` asks for. None: none is asked for, and only loopback is served."""
 
     output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory (logs and metrics)."""
+    """The run directory (logs)."""
 
     log: LogConfig = LogConfig()

@@ -16,6 +16,12 @@ from prime_rl.config.shared import (
     check_env_labels,
 )
 
+_BENDS_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "logits_processors", "bad_words", "allowed_token_ids"),
+}
+"""Request fields under which the engine no longer samples from softmax(logits / temperature)."""
+
 
 class OrchestratorConfig(BaseConfig):
     """`orchestrator`: runs environments against the inference server and turns rollouts into training batches."""
@@ -95,12 +101,11 @@ class OrchestratorConfig(BaseConfig):
     def _training_needs_a_temperature(cls, value: SamplingConfig) -> SamplingConfig:
         if value.temperature == 0:
             raise ValueError("temperature 0 is greedy: every rollout of a group would be the same; set it above 0")
-        reserved = sorted(
-            {"top_p", "top_k", "min_p", "repetition_penalty", "logits_processors"} & set(value.extra_body)
-        )
-        if reserved:
+        bent = [f"extra_body.{key}" for key in sorted(_BENDS_SAMPLING & set(value.extra_body))]
+        bent += ["min_tokens"] if value.min_tokens else []
+        if bent:
             raise ValueError(
-                f"extra_body.{reserved[0]} changes the distribution that is sampled from, which the trainer cannot "
+                f"{bent[0]} changes the distribution that is sampled from, which the trainer cannot "
                 "reproduce: the importance ratio would be biased; remove it"
             )
         return value

@@ -77,15 +77,19 @@ class RLConfig(BaseConfig):
     def prepare(cls, values: Values) -> None:
         """The server that is started is the one that the orchestrator talks to, unless an address is given."""
         port = values.get(("inference", "server", "port"), default=ServerConfig().port)
+        host = values.get(("inference", "server", "host"), default="localhost")
+        host = "localhost" if host in ("0.0.0.0", "::") else host
         if values.get(("inference",)) is not None and values.get(("orchestrator", "client", "base_url")) is None:
             origin = values.origin(("inference", "server", "port"))
-            values.put(Setting(("orchestrator", "client", "base_url"), [f"http://localhost:{port}/v1"], origin))
+            values.put(Setting(("orchestrator", "client", "base_url"), [f"http://{host}:{port}/v1"], origin))
 
     @model_validator(mode="after")
     def _server_and_client_meet(self) -> Any:
         if self.inference is None:
             return self
         port, base_url = self.inference.server.port, self.orchestrator.client.base_url[0]
+        if port == 0:
+            raise ValueError("inference.server.port 0 is for a server of its own; with rl, name the port")
         if urlsplit(base_url).port != port:
             raise ValueError(
                 f"orchestrator.client.base_url is {base_url} but the server that is started listens on port {port}; "

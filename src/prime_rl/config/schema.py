@@ -25,6 +25,8 @@ class Kind(Enum):
     """A free table: JSON or a Python literal."""
     SCALAR = "scalar"
     """One value."""
+    FREE = "free"
+    """A value inside a free table: whatever it looks like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ def find(root: type[BaseModel], path: Path) -> Target | None:
     """What `path` leads to in `root`; None where there is no such key. Keys below a free table are all scalars."""
     target = Target(Kind.SECTION, (root,))
     for part in path:
-        if target.kind is Kind.MAPPING:
-            return Target(Kind.SCALAR)
+        if target.kind in (Kind.MAPPING, Kind.FREE):
+            return Target(Kind.FREE)
         if target.kind is Kind.LIST and str(part).isdigit():
             target = Target(Kind.SECTION, target.sections)
             continue

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -55,6 +56,10 @@ class ClientConfig(BaseConfig):
             raise ValueError(f"needs exactly one address, got {len(value)}")
         if not value[0].startswith(("http://", "https://")):
             raise ValueError(f"{value[0]!r} is no address; write it as http://host:port/v1")
+        try:
+            urlsplit(value[0]).port  # noqa: B018  # it is the look that raises
+        except ValueError:
+            raise ValueError(f"{value[0]!r} has no valid port; write it as http://host:port/v1") from None
         return value
 
 

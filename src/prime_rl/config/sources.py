@@ -78,7 +78,9 @@ def _get(node: Any, key: Any) -> Any:
 
 def _index(node: list[Any], part: str | int) -> int:
     index = int(part)
-    while len(node) <= index:
+    if index > len(node):
+        raise ConfigError(f"there is no entry {index}: the list has {len(node)}, and a new one would be {len(node)}")
+    if index == len(node):
         node.append({})
     return index
 
@@ -170,13 +172,14 @@ def _parts(dotted: str) -> Path:
 
 
 def env_settings(root: type[BaseModel], environment: Mapping[str, str]) -> Iterator[Setting]:
-    """`PRIME_MODEL__NAME=x` sets model.name. Variables that name no key and have no `__` belong to somebody else."""
+    """`PRIME_MODEL__NAME=x` sets model.name. Variables that resemble no key belong to somebody else."""
     known = keys_at(root, ())
     for variable in sorted(environment):
         if not variable.startswith(ENV_PREFIX):
             continue
         path: Path = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
-        if path[0] in known or len(path) > 1:
+        is_ours = path[0] in known if len(path) == 1 else nearest_key(root, path) is not None
+        if is_ours and path != ("api_key",):  # PRIME_API_KEY is the key of the `prime` command
             value = read_value(root, path, environment[variable], variable)
             yield Setting(path, value, f"variable {variable}")
 
@@ -287,6 +290,8 @@ def read_value(root: type[BaseModel], path: Path, text: str | None, origin: str)
         return None
     if target is None or target.kind in (Kind.SCALAR, Kind.FLAG):
         return text
+    if target.kind is Kind.FREE:
+        return _looks_like(text)
     if text.lstrip().startswith(("{", "[")):
         return _literal(text, origin)
     if target.kind is Kind.LIST:
@@ -294,6 +299,16 @@ def read_value(root: type[BaseModel], path: Path, text: str | None, origin: str)
     if target.kind is Kind.MAPPING:
         raise ConfigError(f"{origin}: {text!r} is no table; write it as JSON, like {origin} '{{\"a\": 1}}'")
     return text  # a string where a table belongs: validation says what the table's keys are
+
+
+def _looks_like(text: str) -> Any:
+    """A number, truth value, list or table where the text is one in JSON or Python; else the text itself."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def _literal(text: str, origin: str) -> Any:

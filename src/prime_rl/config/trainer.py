@@ -122,7 +122,7 @@ class _BaseTrainerConfig(BaseConfig):
     """Optimizer steps. None: until stopped."""
 
     seed: int = 42
-    """Seeds initial weights where the model directory has none, and the order of SFT data."""
+    """Seeds initial weights where the model directory has none. (The order of SFT data has `data.seed`.)"""
 
     device: Device = "auto"
     """Where to train. auto: the first visible GPU, else the CPU."""

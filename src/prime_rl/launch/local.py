@@ -29,33 +29,43 @@ from prime_rl.paths import RunPaths
 POLL_S = 0.2
 GRACE_S = 5.0
 NUM_LAST_LINES = 15
-OWN_ENTRIES = ("configs", "logs", "rollouts", "weights", "evals", "inference", "orchestrator", "trainer", "reward.svg")
-RESULTS = ("rollouts", "weights", "orchestrator", "trainer")
+OWN_ENTRIES = ("configs", "logs", "rollouts", "weights", "evals", "eval", "orchestrator", "trainer", "reward.svg")
+RESULTS = ("rollouts", "weights")
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
     """The GPUs and cores that processes started here would see."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        gpus = tuple(path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
+        gpus = tuple(str(index) for index in range(_count_gpus()))
     else:
         gpus = tuple(gpu.strip() for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1")
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(gpus=gpus, num_cpus=num_cpus)
 
 
-def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
-    """Make the run directory ours: refuse one that holds results of another run, or with `clean` delete those.
+def _count_gpus() -> int:
+    """NVIDIA GPUs of this machine: by their device files, else (WSL has none) by asking the driver's own command."""
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    if files or shutil.which("nvidia-smi") is None:
+        return len(files)
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
 
-    Only entries that a run makes are ever deleted. Raises ConfigError.
+
+def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
+    """Make the run directory ours: refuse one that holds another run's batches or weights, or with `clean` delete it.
+
+    What a run that failed before its first batch has left (logs, empty metrics) is deleted unasked. Only entries that a
+    run makes are ever deleted. Raises ConfigError.
     """
-    found = [name for name in RESULTS if (output_dir / name).exists()]
+    found = [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
     if found and not clean:
         raise ConfigError(
             f"{output_dir} already holds a run ({', '.join(found)}); "
             "choose another directory with --output-dir, or delete that run with --clean"
         )
-    if clean:
+    if not found or clean:
         for name in OWN_ENTRIES:
             entry = output_dir / name
             if entry.is_dir() and not entry.is_symlink():

@@ -16,6 +16,7 @@ from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
 from prime_rl.paths import RunPaths
 
+SHARED_GPU_UTILIZATION = 0.4
 CPU_EXAMPLE = "rl @ examples/reverse_text_cpu/rl.toml"
 
 
@@ -52,10 +53,12 @@ def plan_rl(config: RLConfig, machine: Machine) -> list[ProcessSpec]:
     inference_ids, trainer_ids = _gpu_ids(config, len(machine.gpus))
     specs = []
     if config.inference is not None:
+        server = config.inference
+        if set(inference_ids) & set(trainer_ids):  # the trainer on the same GPU needs memory too
+            share = min(server.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
+            server = server.model_copy(update={"gpu_memory_utilization": share})
         env = _placed(machine, inference_ids)
-        specs.append(
-            ProcessSpec(name="inference", command="inference", config=config.inference, env=env, is_service=True)
-        )
+        specs.append(ProcessSpec(name="inference", command="inference", config=server, env=env, is_service=True))
     key = _client_key(config.inference.api_key if config.inference else None, config.orchestrator.client)
     specs += [
         ProcessSpec(

@@ -54,7 +54,8 @@ def resolve_model(name: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model {name!r} is neither a local directory nor a hub model that can be downloaded here ({reason})"
+            f"model {name!r} is neither a local directory nor a hub model that can be downloaded here ({reason}); "
+            "what needs no hub: rl @ examples/reverse_text_cpu/rl.toml"
         ) from error
 
 

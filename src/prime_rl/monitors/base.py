@@ -71,9 +71,25 @@ class FakeMonitor:
         self.closed = True
 
 
+class MetricsTail:
+    """The rows of a metrics file that grows: each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rows: list[dict[str, float | None]] = []
+
+    def read(self) -> list[dict[str, float | None]]:
+        """All rows so far; a last line that is still being written is left out. No file: no rows."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            self._rows += [json.loads(line) for line in whole.splitlines()]
+        return self._rows
+
+
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """The rows of a metrics file; a last line that is still being written is left out. No file: no rows."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    """The rows of a metrics file, read once."""
+    return MetricsTail(path).read()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from prime_rl.monitors.base import read_metrics
+from prime_rl.monitors.base import MetricsTail
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.view.curve import svg_curve, text_curve
 
@@ -26,6 +26,8 @@ class RLConsole:
         self._max_steps = max_steps
         self._has_server = has_server
         self._out = Console(highlight=False, soft_wrap=True)
+        self._trained = MetricsTail(paths.metrics("trainer"))
+        self._batches = MetricsTail(paths.metrics("orchestrator"))
         self._num_shown = 0
         self._started = self._last_word = time.monotonic()
 
@@ -38,18 +40,27 @@ class RLConsole:
 
     def tick(self) -> None:
         """Print the steps that were completed since the last call, or, after a while of silence, what is waited for."""
-        trained = read_metrics(self._paths.metrics("trainer"))
-        batches = {row["step"]: row for row in read_metrics(self._paths.metrics("orchestrator"))}
-        for row in trained[self._num_shown :]:
+        trained, batches = self._trained.read(), self._batches.read()
+        while self._num_shown < len(trained):
+            row = trained[self._num_shown]
+            batch = batches[self._num_shown] if self._num_shown < len(batches) else {}
             if self._num_shown == 0:
                 self._out.print(HEADER, style="bold")
             self._num_shown += 1
             self._last_word = time.monotonic()
-            self._out.print(self._line(row, batches.get(row["step"], {})))
+            self._out.print(self._line(row, batch))
+            self._show_errors(batch)
         if time.monotonic() - self._last_word > QUIET_S:
             self._last_word = time.monotonic()
             waiting = "the trainer" if len(batches) > len(trained) else "rollouts"
             self._out.print(f"  {time.monotonic() - self._started:5.0f} s, {len(trained)} steps; waiting for {waiting}")
+
+    def _show_errors(self, batch: Row) -> None:
+        """Failed rollouts of a batch by kind; they were not trained on, and somebody should know."""
+        kinds = {name: count for name, count in batch.items() if name.startswith("errors/") and name != "errors/rate"}
+        told = ", ".join(f"{count:.0f} {kind.removeprefix('errors/')}" for kind, count in kinds.items() if count)
+        if told:
+            self._out.print(f"        failed rollouts, not trained on: {told}", style="yellow")
 
     def _line(self, trained: Row, batch: Row) -> str:
         step = int(trained["step"] or 0)
@@ -81,7 +92,7 @@ class RLConsole:
 
     def closing(self) -> None:
         """The reward curve, and where weights, logs and metrics are."""
-        rows = read_metrics(self._paths.metrics("orchestrator"))
+        rows = self._batches.read()
         points = [(int(row["step"] or 0), row["reward/mean"] or 0.0) for row in rows if "reward/mean" in row]
         if points:
             self._paths.reward_curve.write_text(svg_curve(points, title="mean reward"), encoding="utf-8")

@@ -175,6 +175,10 @@ def test_files_that_inherit_in_a_circle_are_refused(tmp_path):
         pytest.param(
             ["--orchestrator.sampling.extra-body", '{"top_p": 0.9}'], "importance ratio", id="truncated sampling"
         ),
+        pytest.param(["--orchestrator.sampling.min-tokens", "2"], "importance ratio", id="masked stop token"),
+        pytest.param(["--inference", "--inference.server.port", "0"], "name the port", id="port 0 under rl"),
+        pytest.param(["--orchestrator.env.9999999.id", "x"], "a new one would be 0", id="far list entry"),
+        pytest.param(["--orchestrator.client.base-url", "http://h:x/v1"], "no valid port", id="bad port"),
         pytest.param(["--trainer-gpu-ids", "0,1"], "exactly one GPU", id="several GPUs"),
     ],
 )
@@ -200,7 +204,9 @@ def test_invalid_toml_names_the_file(tmp_path):
 
 
 def test_variables_of_other_programs_are_ignored_and_misspelt_ones_are_not():
-    assert load(RLConfig, [], {"PRIME_API_KEY": "x", "PRIME_RL_LAUNCHER": "1:2"}).max_steps is None
+    foreign = {"PRIME_API_KEY": "x", "PRIME_RL_LAUNCHER": "1:2", "PRIME_ZZZZ__QQQQ": "1"}
+    assert load(RLConfig, [], foreign).max_steps is None
+    assert load(InferenceConfig, [], foreign).api_key is None
     assert "did you mean model" in complaint(RLConfig, [], {"PRIME_MODLE__NAME": "x"})
 
 
@@ -220,6 +226,16 @@ def test_flags_read_booleans_lists_tables_and_nulls():
         assert load(RLConfig, ["--orchestrator.env.args", text], {}).orchestrator.env[0].args == {"a": [1]}
     assert load(SFTConfig, ["--data.splits", "a", "b", "--seed", "3"], {}).data.splits == ("a", "b")
     assert load(SFTConfig, ["--data.splits=a,b"], {}).data.splits == ("a", "b")
+
+
+def test_values_inside_a_free_table_are_what_they_look_like():
+    argv = ["--orchestrator.env.0.args.max_chars", "16", "--orchestrator.env.0.args.split", "train"]
+    assert load(RLConfig, argv, {}).orchestrator.env[0].args == {"max_chars": 16, "split": "train"}
+
+
+def test_the_orchestrator_finds_a_server_that_is_bound_to_an_address():
+    config = load(RLConfig, ["--inference.server.host", "10.0.0.5", "--inference.api-key", "k"], {})
+    assert config.orchestrator.client.base_url == ("http://10.0.0.5:8000/v1",)
 
 
 def test_kebab_and_snake_case_and_equals_are_one():

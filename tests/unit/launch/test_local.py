@@ -23,6 +23,14 @@ def test_a_used_run_directory_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "weights" / "step_3").is_dir()
 
 
+def test_what_a_run_left_that_failed_before_its_first_batch_is_no_obstacle(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "metrics.jsonl").touch()
+    (tmp_path / "rollouts").mkdir()
+    claim_run_dir(tmp_path, clean=False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
     (tmp_path / "weights" / "step_3").mkdir(parents=True)
     (tmp_path / "reward.svg").write_text("x")
@@ -110,6 +118,14 @@ def test_a_launcher_token_knows_a_reused_pid():
     assert lifeline.is_alive(token)
     assert not lifeline.is_alive(f"{os.getpid()}:1.00")
     assert not lifeline.is_alive("999999999:1.00")
+
+
+def test_a_launcher_token_survives_a_clock_that_is_set(monkeypatch):
+    token = lifeline.launcher_token()
+    monkeypatch.setattr(psutil, "boot_time", lambda: 1.0)
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    assert lifeline.launcher_token() == token
+    assert lifeline.is_alive(token)
 
 
 def test_configs_are_written_where_a_process_can_be_started_from_alone(tmp_path: Path):

@@ -50,6 +50,13 @@ def test_processes_are_placed_on_gpus(gpus, argv, expected):
     assert tuple(spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs) == expected
 
 
+def test_a_server_that_shares_its_gpu_leaves_memory_to_the_trainer():
+    shared, *_ = plan_rl(rl("--inference"), Machine(gpus=("0",), num_cpus=8))
+    alone, *_ = plan_rl(rl("--inference"), Machine(gpus=("0", "1"), num_cpus=8))
+    assert shared.config.gpu_memory_utilization == 0.4
+    assert alone.config.gpu_memory_utilization == 0.9
+
+
 def test_gpus_that_are_not_there_are_refused_with_a_way_out():
     with pytest.raises(ConfigError, match=r"trainer_gpu_ids asks for GPU 1, but only 1 .*reverse_text_cpu"):
         plan_rl(rl("--trainer-gpu-ids", "1"), Machine(gpus=("0",), num_cpus=8))

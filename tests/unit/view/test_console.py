@@ -8,7 +8,16 @@ def test_a_step_is_shown_once_with_the_numbers_of_both_processes(tmp_path, capsy
     console = RLConsole(paths, max_steps=2, has_server=True)
     orchestrator, trainer = JsonlMonitor(paths.metrics("orchestrator")), JsonlMonitor(paths.metrics("trainer"))
     orchestrator.log(
-        {"reward/mean": 0.4375, "async_level": 1, "off_policy_gap/max": 1, "perf/throughput": 1234}, step=0
+        {
+            "errors/rate": 0.1,
+            "errors/timeout": 2,
+            "errors/scorer": 0,
+            "reward/mean": 0.4375,
+            "async_level": 1,
+            "off_policy_gap/max": 1,
+            "perf/throughput": 1234,
+        },
+        step=0,
     )
     console.tick()
     assert "0.4375" not in capsys.readouterr().out
@@ -19,6 +28,7 @@ def test_a_step_is_shown_once_with_the_numbers_of_both_processes(tmp_path, capsy
     assert out.count("0.4375") == 1
     for text in ("1/2", "0.5000", "1.00e-04", "1,234", "1.50s"):
         assert text in out
+    assert "failed rollouts, not trained on: 2 timeout\n" in out
     console.closing()
     out = capsys.readouterr().out
     assert "0.438 at the first step" in out

@@ -100,7 +100,7 @@ def _read_hub(name: str, splits: Sequence[str]) -> list[Row]:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DataError(
                 f"data set {name!r}, split {split!r}, is neither a local file or directory nor on a hub that can "
-                f"be reached from here ({reason})"
+                f"be reached from here ({reason}); what needs no hub: sft @ examples/reverse_text_cpu/sft.toml"
             ) from error
         rows += [Row(where=f"{name} {split} row {i}", values=values) for i, values in enumerate(split_rows)]
     return rows
