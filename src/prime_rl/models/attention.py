@@ -45,6 +45,20 @@ def group_by_length(seq_lens: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+def group_step(lengths: Sequence[int], contexts: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences in groups whose number of queries and whose context are both similar.
+
+    Decodes stay apart from prefills, however long their context: a group's mask is as large as its padded queries times
+    its padded context.
+    Example: group_step([1, 1, 64], [60, 61, 64]) == [[2], [1, 0]]
+    """
+    return [
+        [alike[i] for i in members]
+        for alike in group_by_length(lengths)
+        for members in group_by_length([contexts[i] for i in alike])
+    ]
+
+
 class PackedAttention:
     """Attention within sequences that lie end to end in one row; no token sees another sequence.
 
@@ -161,7 +175,8 @@ class PagedAttention:
         blocks_T = step.tables[owner_T, step.positions // size]
         self._blocks_T = torch.from_numpy(blocks_T.astype(np.int64)).to(device)
         self._offsets_T = torch.from_numpy((step.positions % size).astype(np.int64)).to(device)
-        self._groups = [_PagedGroup(members, step, size, device) for members in group_by_length(step.contexts.tolist())]
+        groups = group_step(step.lengths.tolist(), step.contexts.tolist())
+        self._groups = [_PagedGroup(members, step, size, device) for members in groups]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -174,7 +189,7 @@ class PagedAttention:
 
 
 class _PagedGroup:
-    """Sequences of similar context, padded to [S, L] queries and [S, C] positions of context."""
+    """Sequences of similar length and context, padded to [S, L] queries and [S, C] positions of context."""
 
     def __init__(self, members: list[int], step: PagedStep, block_size: int, device: torch.device) -> None:
         lengths, contexts = step.lengths[members], step.contexts[members]

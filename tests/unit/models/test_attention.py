@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.models.attention import PackedAttention, PagedAttention, PagedCache, PagedStep, group_by_length
+from prime_rl.models.attention import (
+    PackedAttention,
+    PagedAttention,
+    PagedCache,
+    PagedStep,
+    group_by_length,
+    group_step,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -50,6 +57,23 @@ def test_groups_hold_every_sequence_once_and_waste_less_than_a_third() -> None:
     for group in groups:
         longest = max(lengths[i] for i in group)
         assert all(lengths[i] >= 0.7 * longest for i in group)
+
+
+def test_decodes_are_not_padded_to_the_length_of_a_prefill() -> None:
+    lengths, contexts = [1] * 100 + [1024] + [1] * 155, [1100] * 100 + [1024] + [1100] * 155
+    assert sorted(shapes(lengths, contexts)) == [(1, 1024, 1024), (255, 1, 1100)]
+
+
+def test_sequences_of_a_step_share_a_group_when_length_and_context_are_alike() -> None:
+    lengths, contexts = [1, 1, 1, 20, 500, 480], [1000, 900, 30, 1000, 1000, 980]
+    assert sorted(shapes(lengths, contexts)) == [(1, 1, 30), (1, 20, 1000), (2, 1, 1000), (2, 500, 1000)]
+
+
+def shapes(lengths: list[int], contexts: list[int]) -> list[tuple[int, int, int]]:
+    """Sequences, padded queries and padded context of each group; every sequence is in one of them."""
+    groups = group_step(lengths, contexts)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    return [(len(group), max(lengths[i] for i in group), max(contexts[i] for i in group)) for group in groups]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 20])
