@@ -166,11 +166,12 @@ class Orchestrator:
 
     # Consumes: one dispatch. Waits for: its worker, up to the deadline. Unblocked by: the pool, whatever happens.
     async def _roll(self, dispatch: Dispatch) -> None:
+        dispatched_at = time.monotonic()
         try:
             rollout = await self._pools[dispatch.example.env].run(self._request(dispatch))
             failure = rollout.failure or self._unfit(rollout)
             if failure is not None:
-                await self._fail(dispatch, failure)
+                await self._fail(dispatch, failure, dispatched_at)
             elif self._scheduler.is_in_flight(dispatch.rollout_id):
                 self._faults.succeeded()
                 self._scheduler.succeed(dispatch.rollout_id, rollout)
@@ -189,9 +190,9 @@ class Orchestrator:
                 self._may_dispatch.set()
                 await self._ship(groups)
 
-    async def _fail(self, dispatch: Dispatch, failure: Failure) -> None:
+    async def _fail(self, dispatch: Dispatch, failure: Failure, dispatched_at: float) -> None:
         """Count a failure and have the place filled again. A server that was gone is not the rollout's fault."""
-        was_outage = failure.kind == FailureKind.INFERENCE and await self._policy.survive_outage()
+        was_outage = failure.kind == FailureKind.INFERENCE and await self._policy.survive_outage(dispatched_at)
         if not self._scheduler.is_in_flight(dispatch.rollout_id):
             return  # its group was dropped while it ended: it counts as cancelled
         line = self._faults.failed(failure, now=time.monotonic(), is_judged=not was_outage)

@@ -9,6 +9,7 @@ directory here. No torch: markers and digests are in `transport.manifest`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ class Policy:
         self._client = client
         self._weights = weights
         self._outage_timeout_s = outage_timeout_s
+        self._outage_ended_at = -math.inf
         self._lock = asyncio.Lock()
 
     async def start(self, served: int) -> None:
@@ -62,34 +64,44 @@ class Policy:
             else:
                 await asyncio.sleep(POLL_S)
 
-    async def survive_outage(self) -> bool:
-        """Whether the server was gone; when it was, returns once it is back and serves `version` again.
+    async def survive_outage(self, dispatched_at: float) -> bool:
+        """Whether the server was gone while a rollout ran that was dispatched at `dispatched_at` (`time.monotonic`).
+
+        All rollouts in flight fail with the server, and tell it one after the other. The first waits here until the
+        server is back and serves `version` again; the others met the same outage.
 
         Raises: InferenceError when it stays away for too long.
         """
         async with self._lock:
-            served = await self._client.health()
-            was_gone = served is None
-            if served is None:
-                _logger.warning("The inference server does not answer; waiting for it")
-                served = await self._client.wait_ready(self._outage_timeout_s)
-            if served < self.version:
+            if dispatched_at >= self._outage_ended_at and (served := await self._wait_back()) < self.version:
                 _logger.warning("The inference server is back with weights %d; loading %d", served, self.version)
                 await self._client.update_weights(step_dir(self._weights, self.version), self.version)
-                was_gone = True
-            return was_gone
+                self._outage_ended_at = time.monotonic()
+            return dispatched_at < self._outage_ended_at
+
+    async def _wait_back(self) -> int:
+        """The version served. Where there is none, the server is waited for, and that is an outage."""
+        served = await self._client.health()
+        if served is None:
+            _logger.warning("The inference server does not answer; waiting for it")
+            served = await self._client.wait_ready(self._outage_timeout_s)
+            self._outage_ended_at = time.monotonic()
+        return served
 
     async def _load(self, version: int) -> None:
         started = time.monotonic()
         directory = step_dir(self._weights, version)
+        was_restarted = await self._wait_back() < self.version
         try:
             await self._client.update_weights(directory, version)
         except InferenceError:
             if await self._client.health() is not None:
                 raise
-            _logger.warning("The inference server went away during a weight update; waiting for it")
-            await self._client.wait_ready(self._outage_timeout_s)
+            await self._wait_back()
             await self._client.update_weights(directory, version)
+            was_restarted = True
+        if was_restarted:
+            self._outage_ended_at = time.monotonic()
         self.version = version
         self.num_updates += 1
         self.update_s = time.monotonic() - started

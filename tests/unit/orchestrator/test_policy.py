@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 from tests.doubles.inference import running_inference
@@ -66,29 +67,58 @@ async def test_weights_are_told_only_once_the_server_serves_them(policy, inferen
 
 
 async def test_a_server_that_is_well_was_not_gone(policy):
-    assert await policy.survive_outage() is False
+    assert await policy.survive_outage(time.monotonic()) is False
 
 
 async def test_a_server_that_comes_back_with_older_weights_is_brought_up_to_date(policy, inference, tmp_path):
     publish_number(tmp_path / "weights", 1)
     await relay_until(policy, 1)
     inference.version = 0
-    assert await policy.survive_outage() is True
+    assert await policy.survive_outage(time.monotonic()) is True
     assert inference.version == 1
 
 
 async def test_an_outage_is_waited_for_while_it_is_short(policy, inference):
     await asyncio.to_thread(inference.server.stop)
-    surviving = asyncio.create_task(policy.survive_outage())
+    surviving = asyncio.create_task(policy.survive_outage(time.monotonic()))
     await asyncio.sleep(0.1)
     inference.server.start()
     assert await surviving is True
 
 
+async def test_every_rollout_of_before_the_end_of_an_outage_met_it_and_none_of_later(policy, inference):
+    dispatched_at = time.monotonic()
+    await asyncio.to_thread(inference.server.stop)
+    surviving = [asyncio.create_task(policy.survive_outage(dispatched_at)) for _ in range(128)]
+    await asyncio.sleep(0.1)
+    inference.server.start()
+    assert await asyncio.gather(*surviving) == [True] * 128
+    assert await policy.survive_outage(dispatched_at) is True, "its failure may come in long after"
+    assert await policy.survive_outage(time.monotonic()) is False
+
+
+async def test_an_outage_that_a_weight_update_runs_into_is_one_for_rollouts_too(policy, inference, tmp_path):
+    publish_number(tmp_path / "weights", 2)
+    await relay_until(policy, 2)
+    dispatched_at = time.monotonic()
+    await asyncio.to_thread(inference.server.stop)
+    publish_number(tmp_path / "weights", 3)
+    relaying = asyncio.create_task(relay_until(policy, 3))
+    await asyncio.sleep(0.2)
+    inference.server.start()
+    assert await relaying == [3]
+    assert await policy.survive_outage(dispatched_at) is True
+    dispatched_at = time.monotonic()
+    inference.version = 0
+    publish_number(tmp_path / "weights", 4)
+    await relay_until(policy, 4)
+    assert await policy.survive_outage(dispatched_at) is True, "it was started again before the update"
+
+
 async def test_an_outage_that_lasts_ends_the_run_in_words(policy, inference, tmp_path):
     await asyncio.to_thread(inference.server.stop)
     with pytest.raises(InferenceError, match=r"no inference server answered at http.*/health within 0\.5 s"):
-        await policy.survive_outage()
+        await policy.survive_outage(time.monotonic())
     publish_number(tmp_path / "weights", 1)
     with pytest.raises(InferenceError, match="no inference server answered"):
         await relay_until(policy, 1)
