@@ -19,6 +19,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError
 from prime_rl.inference.app import build_app
@@ -32,7 +33,8 @@ from prime_rl.models.hf import resolve_model
 logger = get_logger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the key where the configuration has none; vLLM reads the same one."""
+"""Environment variable with the key where the configuration of a server that was not launched has none; vLLM reads the
+same one."""
 
 SHUTDOWN_S = 1
 """Time that answers under way get to be sent when the server is told to stop."""
@@ -69,8 +71,13 @@ def build_backend(config: InferenceConfig) -> Backend:
 
 
 def api_key_of(config: InferenceConfig) -> str | None:
-    """The key that clients must send: the configuration's, else the environment's; None asks for none."""
-    return config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    """The key that clients must send; None asks for none.
+
+    It is the configuration's, else the environment's. A launcher tells its orchestrator the configuration's alone, so
+    a server that was launched does not read the environment's.
+    """
+    is_launched = lifeline.VARIABLE in os.environ
+    return config.api_key or (None if is_launched else os.environ.get(API_KEY_VARIABLE)) or None
 
 
 def host_of(config: InferenceConfig, api_key: str | None) -> str:
@@ -81,7 +88,8 @@ def host_of(config: InferenceConfig, api_key: str | None) -> str:
     if api_key is None and not _is_loopback(host):
         raise ConfigError(
             f"server.host = {host!r} can be reached from other machines, so an API key is needed: "
-            f"set api_key (or the environment variable {API_KEY_VARIABLE}), or leave server.host out"
+            f"set api_key (or, for `inference` alone, the environment variable {API_KEY_VARIABLE}), or leave "
+            "server.host out"
         )
     return host
 

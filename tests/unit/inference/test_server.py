@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, ModelError
 from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run
@@ -14,6 +15,7 @@ def config(**fields):
 @pytest.fixture(autouse=True)
 def no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(lifeline.VARIABLE, raising=False)
 
 
 def test_without_a_key_only_loopback_is_served():
@@ -43,6 +45,13 @@ def test_the_configured_key_comes_before_the_environments(monkeypatch):
     assert api_key_of(config(api_key="mine")) == "mine"
     monkeypatch.setenv(API_KEY_VARIABLE, "")
     assert api_key_of(config()) is None
+
+
+def test_a_launched_server_takes_its_key_from_the_configuration_alone(monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "from the environment")
+    monkeypatch.setenv(lifeline.VARIABLE, "1:2")
+    assert api_key_of(config()) is None
+    assert api_key_of(config(api_key="mine")) == "mine"
 
 
 def test_a_port_that_is_taken_is_one_sentence(free_port):
