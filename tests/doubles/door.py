@@ -11,7 +11,7 @@ from prime_rl.errors import EnvironmentSetupError
 
 
 class Scripted:
-    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long; or seconds to take."""
+    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long, old; or seconds to take."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
@@ -36,7 +36,7 @@ class Scripted:
         length = 500 if what == "long" else 3
         turn = Turn(
             prompt_ids=[1, 2], completion_ids=[5] * length, logprobs=[-0.5] * length,
-            versions=[request.version] * length,
+            versions=[max(request.version - (what == "old"), 0)] * length,
         )  # fmt: skip
         return Rollout(
             id=request.id, env=self._spec.label, example=request.example, failure=failure, turns=[turn],

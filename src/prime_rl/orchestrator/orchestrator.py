@@ -169,7 +169,7 @@ class Orchestrator:
         dispatched_at = time.monotonic()
         try:
             rollout = await self._pools[dispatch.example.env].run(self._request(dispatch))
-            failure = rollout.failure or self._unfit(rollout)
+            failure = rollout.failure or self._unfit(rollout, dispatch.version)
             if failure is not None:
                 await self._fail(dispatch, failure, dispatched_at)
             elif self._scheduler.is_in_flight(dispatch.rollout_id):
@@ -219,8 +219,12 @@ class Orchestrator:
             timeout_s=config.rollout_timeout,
         )
 
-    def _unfit(self, rollout: Rollout) -> Failure | None:
-        """Why a rollout that went well cannot be trained on."""
+    def _unfit(self, rollout: Rollout, at_dispatch: int) -> Failure | None:
+        """Why a rollout that went well cannot be trained on. `at_dispatch` is the version served when it began."""
+        oldest = min((min(turn.versions, default=at_dispatch) for turn in rollout.turns), default=at_dispatch)
+        if oldest < at_dispatch:  # a server that was started again samples until it is brought up to date
+            message = f"the server sampled with weights {oldest} after it had served {at_dispatch}: was it restarted?"
+            return Failure(kind=FailureKind.INFERENCE, message=message)
         length = longest_sample(rollout)
         if length <= self._config.seq_len:
             return None

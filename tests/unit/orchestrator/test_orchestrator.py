@@ -134,6 +134,13 @@ async def test_failed_rollouts_are_counted_by_kind_and_never_trained_on(config_o
         assert {json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()} == {"ok"}
 
 
+async def test_what_a_server_sampled_before_it_was_brought_up_to_date_is_never_trained_on(config_of):
+    config = config_of(max_steps=8, max_async_level=0, max_attempts=2, max_error_rate=1.0)
+    rows, batches, _ = await produce_and_train(config, ["ok"] * 6 + ["old"])
+    assert sum(row["errors/inference"] for row in rows) >= 2
+    assert [batch.min_version for batch in batches] == list(range(8))
+
+
 async def test_several_environments_share_batches_in_proportion(config_of):
     config = config_of(max_steps=6)
     rows, _, _ = await produce_and_train(config, ["ok"] * 4, num_envs=2)
