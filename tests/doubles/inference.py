@@ -60,6 +60,8 @@ class InferenceDouble:
         self.digest_of: Callable[[Path], str] = digest
         self.is_paused = False
         self.api_key: str | None = None
+        self.unwell: str | None = None
+        """What `/health` says is wrong."""
         self.num_requests = 0
         self.num_running = 0
         self.is_sampling = threading.Event()
@@ -80,6 +82,9 @@ class InferenceDouble:
         )
 
     async def _health(self, request: Request) -> Response:
+        if self.unwell is not None:
+            error = {"message": self.unwell, "type": "ServiceUnavailableError", "param": None, "code": 503}
+            return JSONResponse({"error": error}, 503)
         return JSONResponse({"status": "ok", "version": self.version})
 
     async def _models(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import InferenceError
 from prime_rl.logs import get_logger
-from prime_rl.transport.api import HealthResponse, UpdateWeightsRequest, UpdateWeightsResponse
+from prime_rl.transport.api import ErrorResponse, HealthResponse, UpdateWeightsRequest, UpdateWeightsResponse
 from prime_rl.transport.manifest import digest
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -28,6 +28,8 @@ PROBE_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 NOTICE_INTERVAL_S: Final = 15.0
+ENGINE_FAILED: Final = "the inference engine failed"
+"""How a server of ours begins the reason of a state that only starting it again ends."""
 
 _logger = get_logger(__name__)
 
@@ -42,31 +44,34 @@ class InferenceClient:
 
     async def health(self) -> int | None:
         """Version of the weights that the server serves; None when it does not answer, or not that it is well."""
-        try:
-            response = await self._http.get(self._root("/health"), timeout=PROBE_TIMEOUT_S)
-        except httpx.TransportError:
-            return None
-        return self._parse(response, HealthResponse).version if response.status_code == httpx.codes.OK else None
+        state = await self._probe()
+        return state if isinstance(state, int) else None
 
     async def wait_ready(self, timeout: float) -> int:
         """Wait until the server is well; returns the version it serves. `timeout` is seconds.
 
-        Raises: InferenceError saying for how long it waited for which address.
+        Raises: InferenceError saying for how long it waited for which address, and what the server said; at once when
+            its engine has failed.
         """
         start = time.monotonic()
         next_notice = start + NOTICE_INTERVAL_S
-        while (version := await self.health()) is None:
+        url = self._root("/health")
+        while not isinstance(state := await self._probe(), int):
             now = time.monotonic()
+            if state is not None and state.startswith(ENGINE_FAILED):
+                raise InferenceError(f"the server at {url} says: {state}; look at its log, and start it again")
+            if now - start >= timeout and state is not None:
+                raise InferenceError(f"the server at {url} is not well after {timeout:g} s: {state}; look at its log")
             if now - start >= timeout:
                 raise InferenceError(
-                    f"no inference server answered at {self._root('/health')} within {timeout:g} s; look at its log, "
+                    f"no inference server answered at {url} within {timeout:g} s; look at its log, "
                     "or correct client.base_url"
                 )
             if now >= next_notice:
                 _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, now - start)
                 next_notice += NOTICE_INTERVAL_S
             await asyncio.sleep(POLL_S)
-        return version
+        return state
 
     async def check_model(self, name: str) -> None:
         """Raises: InferenceError when the server serves other models than `name`."""
@@ -101,6 +106,19 @@ class InferenceClient:
     async def resume(self) -> None:
         """Go on generating."""
         await self._request("POST", self._root("/resume"))
+
+    async def _probe(self) -> int | str | None:
+        """Version of the weights that the server serves; what it says is wrong; None when it does not answer."""
+        try:
+            response = await self._http.get(self._root("/health"), timeout=PROBE_TIMEOUT_S)
+        except httpx.TransportError:
+            return None
+        if response.status_code == httpx.codes.OK:
+            return self._parse(response, HealthResponse).version
+        try:
+            return ErrorResponse.model_validate_json(response.content).error.message
+        except ValidationError:
+            return f"it answered {response.status_code}"
 
     def _root(self, path: str) -> str:
         return self.base_url.removesuffix("/v1") + path

@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
@@ -32,6 +34,20 @@ async def test_waiting_for_a_server_ends_with_its_address(client, inference):
     inference.server.stop()
     with pytest.raises(InferenceError, match=rf"answered at {inference.base_url[:-3]}/health within 0\.2 s"):
         await client.wait_ready(0.2)
+
+
+async def test_waiting_for_a_server_that_is_unwell_ends_with_its_own_reason(client, inference):
+    inference.unwell = "the inference engine was closed"
+    assert await client.health() is None
+    with pytest.raises(InferenceError, match=r"/health is not well after 0\.2 s: the inference engine was closed; "):
+        await client.wait_ready(0.2)
+
+
+async def test_a_server_whose_engine_failed_is_not_waited_for(client, inference):
+    inference.unwell = "the inference engine failed: MemoryError: no blocks"
+    async with asyncio.timeout(5):
+        with pytest.raises(InferenceError, match=r"/health says: the inference engine failed: MemoryError: no blocks"):
+            await client.wait_ready(60)
 
 
 async def test_a_model_that_is_not_served_is_told_with_those_that_are(client, inference):
