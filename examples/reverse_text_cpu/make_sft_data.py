@@ -2,7 +2,7 @@
 
     python examples/reverse_text_cpu/make_sft_data.py [FILE]
 
-The demonstrations have typos, one character in twelve. A model that imitates them learns the task and that nobody is
+The demonstrations have typos, one character in sixteen. A model that imitates them learns the task and that nobody is
 sure about any letter, so its samples vary; RL, which sees rewards and no demonstrations, makes it better than they are.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 from reverse_text import sft_rows
 
 NUM_EXAMPLES: Final = 1200
-TYPO_RATE: Final = 1 / 12
+TYPO_RATE: Final = 1 / 16
 SEED: Final = 0
 
 

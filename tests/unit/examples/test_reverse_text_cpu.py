@@ -99,12 +99,12 @@ def test_the_committed_demonstrations_are_what_their_script_writes(tmp_path: Pat
     assert (tmp_path / "sft.jsonl").read_text() == (EXAMPLE / "sft.jsonl").read_text()
 
 
-def test_demonstrations_are_reversals_with_one_character_in_twelve_replaced() -> None:
+def test_demonstrations_are_reversals_with_one_character_in_sixteen_replaced() -> None:
     pairs = [(row["prompt"][::-1], row["completion"]) for row in demonstrations()]
     num_wrong = sum(a != b for right, shown in pairs for a, b in zip(right, shown, strict=True))
     num_characters = sum(len(right) for right, _ in pairs)
 
-    assert 0.06 < num_wrong / num_characters < 0.1
+    assert 1 / 20 < num_wrong / num_characters < 1 / 14
 
 
 def test_demonstrations_share_no_text_with_training_or_evaluation() -> None:
