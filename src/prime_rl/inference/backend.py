@@ -49,14 +49,20 @@ class SamplingParams:
     """-1 or 0: all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    """In [0.01, 100], so that no logit overflows."""
     seed: int | None = None
     """None: a seed is drawn from the engine's."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_top_logprobs: int = 0
 
-    def validate(self) -> None:
-        """Raise RequestError for a value outside its range."""
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a completion of a model with these end-of-sequence tokens."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own | eos_token_ids
+
+    def validate(self, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """Raise RequestError for a value outside its range, or where the model has no token left to draw."""
         checks = (
             (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
             (0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"),
@@ -65,14 +71,19 @@ class SamplingParams:
             (self.top_k >= -1, f"top_k must be -1 (off) or at least 0, got {self.top_k}"),
             (_within(self.min_p, 0.0, 1.0), f"min_p must be in [0, 1], got {self.min_p}"),
             (
-                _within(self.repetition_penalty, 0.0, 1e6) and self.repetition_penalty > 0,
-                f"repetition_penalty must be positive, got {self.repetition_penalty}",
+                _within(self.repetition_penalty, 0.01, 100.0),
+                f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}",
             ),
             (self.num_top_logprobs >= 0, f"the number of top logprobs must not be negative: {self.num_top_logprobs}"),
         )
         for holds, message in checks:
             if not holds:
                 raise RequestError(message)
+        if self.min_tokens and self.stop_ids(eos_token_ids).issuperset(range(vocab_size)):
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} cannot be reached: stop_token_ids and the end of sequence are the "
+                "whole vocabulary, so there is no other token to draw; leave one out, or min_tokens"
+            )
 
 
 def _within(value: float, low: float, high: float) -> bool:
@@ -136,7 +147,8 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[TokenOutput], None]:
         """Tokens as they come: each item is all that arrived since the last one.
 
-        The first `__anext__` raises RequestError for a request that can never be served; any may raise EngineFailed.
+        The first `__anext__` raises RequestError for a request that can never be served; any may raise EngineFailed, or
+        RequestError when the request's own sampling turns out to leave nothing to draw.
         A completion that reaches `max_model_len` (prompt included) ends there with reason "length". Closing the
         iterator, or cancelling the task that waits on it, ends the request and frees its blocks.
         """

@@ -47,7 +47,7 @@ class FakeBackend:
         self.closed = False
 
     def check(self, request: GenerationRequest) -> None:
-        request.sampling.validate()
+        request.sampling.validate(vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         if not request.prompt_ids:
             raise RequestError("the prompt is empty")
         if len(request.prompt_ids) >= self.max_model_len:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from prime_rl.inference.backend import EngineFailed
+from prime_rl.inference.backend import EngineFailed, RequestError
 from prime_rl.logs import get_logger
 
 logger = get_logger(__name__)
@@ -120,6 +120,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": _event(encode(item)), "more_body": True})
         except HttpError as error:
             await self._send_error(send, error.message, error.status)
+        except RequestError as error:
+            await self._send_error(send, str(error), 400)
         except EngineFailed as error:
             await self._send_error(send, str(error), 503)
         except Exception as error:

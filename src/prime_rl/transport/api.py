@@ -88,7 +88,7 @@ class SamplingFields(Message):
     min_p: Probability | None = None
     """Drop tokens less likely than this share of the most likely one."""
 
-    repetition_penalty: Annotated[float, Field(gt=0.0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
     seed: Int64 | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens to sample; the default differs by route."""

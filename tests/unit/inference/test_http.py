@@ -6,12 +6,13 @@ import json
 import httpx
 import pytest
 
-from prime_rl.inference.backend import EngineFailed
+from prime_rl.inference.backend import EngineFailed, RequestError
 from prime_rl.transport.api import ErrorResponse
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HI = [{"role": "user", "content": "hi"}]
 LONG = "x" * 400
+VOCABULARY, END = 263, 260  # of the tokenizer in conftest.py
 
 BAD = {
     "broken JSON": (CHAT, b'{"messages": [', 400, None),
@@ -69,9 +70,22 @@ BAD = {
     "top_k below -1": (TEXT, {"prompt": "a", "top_k": -2}, 400, "top_k"),
     "min_p above one": (TEXT, {"prompt": "a", "min_p": 2}, 400, "min_p"),
     "repetition penalty of zero": (TEXT, {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty"),
+    "repetition penalty of almost zero": (
+        TEXT,
+        {"prompt": "a", "repetition_penalty": 1e-40},
+        400,
+        "repetition_penalty",
+    ),
+    "repetition penalty too high": (TEXT, {"prompt": "a", "repetition_penalty": 101}, 400, "repetition_penalty"),
     "no choices": (TEXT, {"prompt": "a", "n": 0}, 400, "n"),
     "too many choices": (TEXT, {"prompt": ["a", "b"], "n": 600}, 400, "n"),
     "min above max": (TEXT, {"prompt": "a", "min_tokens": 17}, 400, "min_tokens"),
+    "min_tokens where all tokens but the end of sequence stop": (
+        TEXT,
+        {"prompt": "a", "min_tokens": 2, "stop_token_ids": [i for i in range(VOCABULARY) if i != END]},
+        400,
+        None,
+    ),
     "empty stop": (TEXT, {"prompt": "a", "stop": [""]}, 400, "stop"),
     "stop id outside": (TEXT, {"prompt": "a", "stop_token_ids": [9999]}, 400, "stop_token_ids"),
     "echo": (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
@@ -94,6 +108,23 @@ async def test_every_bad_request_gets_an_openai_error_and_the_server_lives_on(se
         assert running.backend.requests == []
         answer = await running.openai.completions.create(model="tiny", prompt="hi", max_tokens=2)
         assert answer.usage.completion_tokens == 2
+
+
+async def test_a_request_that_leaves_nothing_to_draw_is_refused_alone(serve, make_backend):
+    backend = make_backend()
+    async with serve(backend) as running:
+        backend.failure = RequestError("leaves nothing to draw")
+        whole = await running.http.post(TEXT, json={"prompt": "hi"})
+        streamed = await running.http.post(TEXT, json={"prompt": "hi", "stream": True})
+    assert whole.status_code == 400
+    *_, error, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert json.loads(error)["error"] | {"param": None} == {
+        "message": "leaves nothing to draw",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 400,
+    }
+    assert done == "[DONE]"
 
 
 async def test_a_body_that_is_too_large_is_refused(serve, make_backend, monkeypatch):

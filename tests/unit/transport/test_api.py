@@ -37,6 +37,8 @@ def test_unknown_fields_of_a_request_are_ignored():
         {"top_k": -2},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 100.1},
         {"max_tokens": 0},
         {"min_tokens": -1},
         {"n": 0},

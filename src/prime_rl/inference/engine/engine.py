@@ -9,6 +9,7 @@
     generate   tokens of one request  its next tokens        the step that sampled them, or the engine's failure
 
 An exception in the thread is the engine's end: it is logged, every request fails with it, and so does every later call.
+A request whose own parameters leave nothing to draw fails alone.
 """
 
 import asyncio
@@ -44,19 +45,20 @@ class _Stream:
         self.loop = loop
         self.held: list[TokenOutput] = []  # engine thread: outputs of a request that wants them at the end
         self.arrived: list[TokenOutput] = []
-        self.error: EngineFailed | None = None
+        self.error: EngineFailed | RequestError | None = None
         self.wake = asyncio.Event()
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
         self.arrived += outputs
         self.wake.set()
 
-    def fail(self, error: EngineFailed) -> None:
+    def fail(self, error: EngineFailed | RequestError) -> None:
         self.error = error
         self.wake.set()
 
 
 Delivery = tuple[_Stream, list[TokenOutput]]
+Failure = tuple[_Stream, EngineFailed | RequestError]
 
 
 class Engine:
@@ -84,7 +86,7 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for a request that can never be served."""
-        request.sampling.validate()
+        request.sampling.validate(vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         prompt = request.prompt_ids
         if not prompt:
             raise RequestError("the prompt is empty; at least one token is needed")
@@ -119,14 +121,13 @@ class Engine:
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         sampling = request.sampling
-        stop_ids = frozenset(sampling.stop_token_ids)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt_ids),
             prompt_len=len(request.prompt_ids),
             sampling=sampling,
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self.eos_token_ids,
+            stop_ids=sampling.stop_ids(self.eos_token_ids),
             seed=seed,
         )
 
@@ -242,16 +243,29 @@ class Engine:
         sequences, sampled = self.runner.step(self.scheduler.schedule())
         self._steps += 1
         if sampled is not None:
-            self._post(self._append(sequences, sampled), [])
+            failures = [self._fail(sequences[row]) for row in sampled.undrawn]
+            self._post(self._append(sequences, sampled), failures)
+
+    def _fail(self, sequence: Sequence) -> Failure:
+        """Take out a request that has nothing to draw from; returns what its stream is due."""
+        stream = self._streams[sequence.request_id]
+        self._abort(stream)
+        return stream, RequestError(
+            "the request's sampling parameters leave no finite distribution to draw from: bring temperature and "
+            "repetition_penalty closer to 1"
+        )
 
     def _append(self, sequences: list[Sequence], sampled: Sampled) -> list[Delivery]:
-        """Add one token to every sequence; returns what their streams are due."""
+        """Add one token to every sequence that has one; returns what their streams are due."""
         deliveries: list[Delivery] = []
-        self._generated += len(sequences)
+        undrawn = sampled.undrawn
+        self._generated += len(sequences) - len(undrawn)
         append, streams, version, tops = self.scheduler.append, self._streams, self.version, sampled.top_logprobs
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)
         ):
+            if row in undrawn:
+                continue
             reason = append(sequence, token)
             output = TokenOutput(
                 token_id=token,
@@ -272,7 +286,7 @@ class Engine:
                 deliveries.append((stream, [output]))
         return deliveries
 
-    def _post(self, deliveries: list[Delivery], failures: list[tuple[_Stream, EngineFailed]]) -> None:
+    def _post(self, deliveries: list[Delivery], failures: list[Failure]) -> None:
         """Hand tokens and failures to the event loops of their streams, one callback a loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callable[[Any], None], Any]]] = {}
         for stream, outputs in deliveries:

@@ -25,6 +25,8 @@ class Sampled:
     token_ids: list[int]
     logprobs: list[float]
     top_logprobs: dict[int, tuple[tuple[int, float], ...]]
+    undrawn: frozenset[int] = frozenset()
+    """Rows whose own parameters leave no finite distribution: their token and logprob mean nothing."""
 
 
 def uniform(seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
@@ -50,7 +52,7 @@ class Sampler:
         self._plan = _Plan([], device)
 
     def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
-        """One token for each sequence. FloatingPointError when a row has no finite distribution."""
+        """One token for each sequence; `logits_SV` may be overwritten. FloatingPointError when they are not finite."""
         if self._plan.sequences != sequences:
             self._plan = _Plan(list(sequences), self.device)
         plan = self._plan
@@ -68,9 +70,25 @@ class Sampler:
                 ids_S = torch.where(plan.greedy_S, logprobs_SV.argmax(-1), ids_S)
             chosen_S = logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
             top_logprobs = plan.top_logprobs(logprobs_SV)
-        if not bool(torch.isfinite(chosen_S).all()):
-            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinite values")
-        return Sampled(token_ids=ids_S.tolist(), logprobs=chosen_S.tolist(), top_logprobs=top_logprobs)
+        return Sampled(
+            token_ids=ids_S.tolist(),
+            logprobs=chosen_S.tolist(),
+            top_logprobs=top_logprobs,
+            undrawn=_undrawn(chosen_S, logits_SV),
+        )
+
+
+def _undrawn(chosen_S: Tensor, logits_SV: Tensor) -> frozenset[int]:
+    """Rows without a finite logprob though the model gave finite logits; FloatingPointError when it did not.
+
+    Where the kernel drew, `logits_SV` holds its weights, which are finite when the logits were.
+    """
+    failed_S = ~torch.isfinite(chosen_S)
+    if not bool(failed_S.any()):
+        return frozenset()
+    if not bool(torch.isfinite(logits_SV[failed_S]).all()):
+        raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinite values")
+    return frozenset(failed_S.nonzero()[:, 0].tolist())
 
 
 def draw(logprobs_SV: Tensor, draws_S: Tensor) -> Tensor:
@@ -105,10 +123,15 @@ class _Plan:
         ]
         self.wants_top = [(row, p.num_top_logprobs) for row, p in enumerate(params) if p.num_top_logprobs]
         self.inverse_temperatures_S = torch.tensor([1.0 / t for t in temperatures], dtype=torch.float32)
-        self.plain = not (any(greedy) or self.penalized or self.held_back or self.filtered or self.wants_top)
+        self.edits = bool(self.penalized or self.held_back or self.filtered)
+        # The kernel takes finite scales only, so that weights which are not finite tell of logits which are not.
+        are_finite = bool(torch.isfinite(self.inverse_temperatures_S).all())
+        self.plain = are_finite and not (any(greedy) or self.edits or self.wants_top)
 
     def logprobs(self, logits_SV: Tensor) -> Tensor:
-        """Log of the distribution that each row is sampled from."""
+        """Log of the distribution that each row is sampled from; the logits stay as they are."""
+        if self.edits:
+            logits_SV = logits_SV.clone()
         for row, sequence in self.penalized:
             _penalize(logits_SV[row], sequence)
         for row, sequence in self.held_back:

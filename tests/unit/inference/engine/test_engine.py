@@ -81,6 +81,10 @@ async def test_a_stop_token_ends_a_request(engine: Engine) -> None:
         (request(min_p=2.0), "min_p"),
         (request(min_tokens=9), "min_tokens"),
         (request(repetition_penalty=0.0), "repetition_penalty"),
+        (request(repetition_penalty=1e-40), "repetition_penalty"),
+        (request(repetition_penalty=101.0), "repetition_penalty"),
+        (request(min_tokens=2, stop_token_ids=tuple(range(40))), "no other token"),
+        (request(min_tokens=2, stop_token_ids=(0, *range(2, 40)), ignore_eos=False), "no other token"),
         (GenerationRequest(request_id="x", prompt_ids=[], sampling=SamplingParams(max_tokens=1)), "empty"),
     ],
 )
@@ -90,6 +94,30 @@ async def test_a_request_that_cannot_be_served_is_refused_before_it_is_queued(
     with pytest.raises(RequestError, match=message):
         await anext(engine.generate(bad))
     assert engine.stats().prompt_tokens_total == 0
+
+
+async def test_stop_tokens_may_leave_one_token_or_be_all_where_no_minimum_is_asked(engine: Engine) -> None:
+    one_left = request(min_tokens=2, stop_token_ids=(0, *range(2, 40)), stream=False)
+    assert [output.token_id for output in await anext(engine.generate(one_left))][:2] == [1, 1]
+    none_left = request(stop_token_ids=tuple(range(40)), stream=False)
+    assert [output.finish_reason for output in await anext(engine.generate(none_left))] == [FinishReason.STOP]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_leaves_nothing_to_draw_ends_alone(engine: Engine, stream: bool) -> None:
+    expected = [output async for piece in engine.generate(request("good", max_tokens=30)) for output in piece]
+    await engine.pause()
+    good = asyncio.create_task(anext(engine.generate(request("good", max_tokens=30, stream=False))))
+    bad = asyncio.create_task(anext(engine.generate(request("bad", temperature=1e-40, stream=stream))))
+    await asyncio.sleep(0)
+    await engine.resume()
+    with pytest.raises(RequestError, match="no finite distribution"):
+        await bad
+    assert [output.token_id for output in await good] == [output.token_id for output in expected]
+    stats = engine.stats()
+    assert (stats.error, stats.num_running, stats.kv_blocks_used) == (None, 0, 0)
+    assert (stats.finished_total, stats.aborted_total) == (2, 1)
+    assert stats.generated_tokens_total == 60
 
 
 async def test_closing_the_iterator_frees_the_blocks(engine: Engine) -> None:

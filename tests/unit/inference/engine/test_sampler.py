@@ -8,7 +8,7 @@ import torch
 from prime_rl.inference.backend import SamplingParams
 from prime_rl.inference.engine.sampler import Sampler, draw, uniform
 from prime_rl.inference.engine.scheduler import Sequence
-from prime_rl.models.native import load_kernels
+from prime_rl.models.native import Kernels, load_kernels
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
@@ -119,10 +119,37 @@ def test_top_logprobs_come_most_likely_first_without_impossible_tokens() -> None
     assert tops[0][1][1] == pytest.approx(float(LOGITS.log_softmax(-1)[1]), abs=1e-6)
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"repetition_penalty": 2.0}, {"min_tokens": 2, "stop": (1,)}])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["torch", "kernels"])
+def test_logits_that_are_not_finite_are_an_error(kernels: Kernels | None, bad: float, params: dict[str, Any]) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[1, 3] = bad
     with pytest.raises(FloatingPointError, match="not finite"):
-        Sampler(CPU).sample(torch.full((1, 5), bad), [sequence()])
+        Sampler(CPU, kernels).sample(logits, [sequence(), sequence(**params)])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e-40},
+        {"temperature": 1e-40, "top_p": 0.5},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e-40, "temperature": 0.0},
+        {"min_tokens": 2, "stop": tuple(range(5)), "num_top_logprobs": 2},
+    ],
+)
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["torch", "kernels"])
+def test_a_row_whose_own_parameters_leave_no_distribution_is_not_drawn_and_the_others_are(
+    kernels: Kernels | None, params: dict[str, Any]
+) -> None:
+    rows = [sequence(1), sequence(2, **params), sequence(3)]
+    sampled = Sampler(CPU, kernels).sample(LOGITS.repeat(3, 1), rows)
+    assert sampled.undrawn == {1}
+    alone = Sampler(CPU).sample(LOGITS.repeat(2, 1), [rows[0], rows[2]])
+    assert [sampled.token_ids[row] for row in (0, 2)] == alone.token_ids
+    assert [sampled.logprobs[row] for row in (0, 2)] == pytest.approx(alone.logprobs, abs=3e-6)
+    assert alone.undrawn == frozenset()
 
 
 def test_uniform_numbers_are_even_distinct_and_below_one() -> None:
