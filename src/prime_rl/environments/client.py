@@ -158,5 +158,9 @@ async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
     # Every request has a connection of its own: there are few, and one sent into a connection that the server closes
     # for being idle would fail.
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits) as http:
+    # No proxy of the surroundings: it could not reach a server on this machine. Certificates of the surroundings count.
+    verify = httpx.create_ssl_context()
+    async with httpx.AsyncClient(
+        headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False
+    ) as http:
         yield InferenceClient(config, http)

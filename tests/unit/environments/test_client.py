@@ -30,6 +30,14 @@ async def test_health_is_the_version_served_or_none(client, inference):
     assert await client.health() is None
 
 
+async def test_a_proxy_of_the_surroundings_is_not_asked(inference, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with open_client(ClientConfig(base_url=(inference.base_url,))) as client:
+        assert await client.health() == 0
+
+
 async def test_waiting_for_a_server_ends_with_its_address(client, inference):
     inference.server.stop()
     with pytest.raises(InferenceError, match=rf"answered at {inference.base_url[:-3]}/health within 0\.2 s"):

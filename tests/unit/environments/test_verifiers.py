@@ -225,6 +225,14 @@ async def test_a_server_that_is_gone_is_an_inference_failure(run, inference):
     assert rollout.failure.kind == FailureKind.INFERENCE
 
 
+async def test_a_proxy_of_the_surroundings_is_not_asked(run, inference, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    (rollout,) = await run("ok")
+    assert rollout.failure is None
+
+
 @pytest.mark.parametrize("api", ["classic", "v1"])
 async def test_reverse_text_runs_in_both_forms_on_both_splits(inference, api):
     environment = await verifiers.load(spec_of(inference, "reverse-text", api, num_examples=3))

@@ -169,7 +169,8 @@ class TasksetEnvironment:
             client.client = openai_client(spec, self._traffic)
             stack.push_async_callback(client.close)
             environment.interception = await stack.enter_async_context(_Interception(client))
-            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            # The interception server is on this machine, where no proxy of the surroundings could reach it.
+            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
             environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http)
         return self
 
