@@ -49,13 +49,19 @@ class FaultLedger:
         return f"{number} {'rollout' if number == 1 else 'rollouts'} failed, the last with {failure}"
 
     def verdict(self) -> str | None:
-        """Why the run must stop: more than the allowed share of the judged rollouts failed, and with what most."""
+        """Why the run must stop: more than the allowed share of the judged rollouts failed, or all of them."""
         failures = [failure for failure in self._recent if failure is not None]
         judged = len(self._recent)
-        if judged < MIN_JUDGED or len(failures) <= self._max_error_rate * judged:
+        if judged < MIN_JUDGED:
+            return None
+        if len(failures) > self._max_error_rate * judged:
+            excess = f"more than max_error_rate = {self._max_error_rate:g} allows"
+        elif len(failures) == judged:
+            excess = "which ends a run even with max_error_rate = 1"
+        else:
             return None
         commonest, number = Counter(map(str, failures)).most_common(1)[0]
         return (
-            f"{len(failures)} of the last {judged} rollouts failed, more than max_error_rate = "
-            f"{self._max_error_rate:g} allows; most often ({number} times) with {commonest}"
+            f"{len(failures)} of the last {judged} rollouts failed, {excess}; "
+            f"most often ({number} times) with {commonest}"
         )

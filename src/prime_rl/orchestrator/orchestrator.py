@@ -247,10 +247,12 @@ class Orchestrator:
     async def _wait_to_ship(self) -> None:
         """Until something changed. Raises: DeadlineExceeded when the trainer's weights take too long."""
         for_weights = self._scheduler.waits_for_weights
-        left_s = self._config.weights_timeout - self._waited_for_weights_s
+        notice_s = NOTICE_INTERVAL_S
+        if for_weights:
+            notice_s = min(notice_s, self._config.weights_timeout - self._waited_for_weights_s)
         started = time.monotonic()
         try:
-            await asyncio.wait_for(self._may_ship.wait(), min(NOTICE_INTERVAL_S, left_s))
+            await asyncio.wait_for(self._may_ship.wait(), notice_s)
         except TimeoutError:
             _logger.info("Waiting for %s", self._what_is_missing())
         waited = time.monotonic() - started

@@ -27,6 +27,18 @@ def test_exactly_the_allowed_share_and_fewer_than_64_rollouts_are_no_verdict():
     assert faults.verdict() is None
 
 
+def test_a_rate_of_one_stops_a_run_in_which_nothing_works():
+    faults = FaultLedger(1.0)
+    for _ in range(MIN_JUDGED):
+        assert faults.verdict() is None
+        faults.failed(SLOW, now=0.0)
+    verdict = faults.verdict()
+    assert verdict is not None
+    assert verdict.startswith("64 of the last 64 rollouts failed, which ends a run even with max_error_rate = 1; most")
+    faults.succeeded()
+    assert faults.verdict() is None
+
+
 def test_only_the_last_rollouts_are_judged_and_outages_not_at_all():
     faults = FaultLedger(0.5)
     for _ in range(MIN_JUDGED):

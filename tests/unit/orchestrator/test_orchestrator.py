@@ -53,7 +53,7 @@ def config_of(inference, tmp_path):
     return build
 
 
-async def produce(config, script, *, num_envs=1):
+async def produce(config, script, *, num_envs=1, kind=Orchestrator):
     """Run the orchestrator over scripted environments; returns its metric rows and the orchestrator."""
     paths = RunPaths(config.output_dir)
     specs = [
@@ -72,7 +72,7 @@ async def produce(config, script, *, num_envs=1):
         policy = Policy(client, paths.weights, outage_timeout_s=1.0)
         monitor = FakeMonitor()
         writer = BatchWriter(paths.rollouts)
-        orchestrator = Orchestrator(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
+        orchestrator = kind(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
         await orchestrator.run()
     return [row for _, row in monitor.rows], orchestrator
 
@@ -157,6 +157,17 @@ async def test_weights_that_do_not_come_end_the_run_in_words(config_of):
     config = config_of(weights_timeout=0.3, max_async_level=1)
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.\d s for weights 1 \(serving 0\) for batch 2"):
         await produce(config, ["ok"])
+
+
+async def test_waiting_for_rollouts_does_not_spin_once_the_patience_with_weights_is_used_up(config_of, caplog):
+    class UsedUp(Orchestrator):
+        async def run(self):
+            self._waited_for_weights_s = self._config.weights_timeout
+            await super().run()
+
+    with caplog.at_level("INFO"):
+        await produce(config_of(max_steps=1), [0.3], kind=UsedUp)
+    assert not [record for record in caplog.records if "Waiting for rollouts" in record.message]
 
 
 async def test_a_crashed_worker_pool_is_the_runs_crash(config_of):
