@@ -137,7 +137,7 @@ def report_table(reports: Sequence[EvalReport], base_step: int | None = None) ->
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
     table = Table(title="Evaluation", title_justify="left")
     for name in ("environment", "weights"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold", min_width=len("step_1000"))
     for name in ("examples", "avg@k", *(f"pass@{k}" for k in ks), "tokens", "truncated", "errors", "time"):
         table.add_column(name, justify="right")
     for report in sorted(reports, key=lambda report: report.env):
