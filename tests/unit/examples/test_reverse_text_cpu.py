@@ -124,6 +124,7 @@ def test_training_and_evaluation_use_the_same_texts_sampling_and_starting_model(
     assert evaluation["env"][0]["args"] == training["orchestrator"]["env"][0]["args"]
     assert evaluation["sampling"] == training["orchestrator"]["sampling"]
     assert evaluation["model"] == training["model"]
+    assert evaluation["steps"] == [training["max_steps"]]
     assert training["model"]["name"] == f"{warm_up['output_dir']}/weights/step_{warm_up['max_steps']}"
 
 
