@@ -263,6 +263,21 @@ async def test_being_told_to_stop_ends_it_cleanly_and_soon(start, number):
         assert '"code":503' in (await request).text
 
 
+async def test_an_engine_that_fails_ends_the_server_with_its_reason(start, model, tmp_path):
+    server = serving(start)
+    decoder = load_decoder(str(model), device="cpu", dtype=torch.float32, seed=0)
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf_tensors(decoder)}
+    directory = publish_weights(tensors.items(), step=1, weights_dir=tmp_path, assets=model)
+    async with http_client(server) as http:
+        await http.post("/update_weights", json={"weight_dir": str(directory), "version": 1})
+        answer = await http.post("/v1/completions", json={"prompt": "hi"})
+        output = await asyncio.to_thread(server.ended, timeout=20)
+    assert answer.status_code == 503
+    assert "not finite" in answer.json()["error"]["message"]
+    assert server.process.returncode == 1
+    assert "inference: the inference engine failed: FloatingPointError: the model's logits are not finite" in output
+
+
 def test_a_port_that_is_taken_is_one_clear_sentence(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

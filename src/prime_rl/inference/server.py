@@ -1,4 +1,4 @@
-"""The inference server's process: bind, load, serve until told to stop.
+"""The inference server's process: bind, load, serve until told to stop or the engine fails.
 
     client --HTTP--> uvicorn --> app (routes) --> Service --> Backend (engine)
 
@@ -21,7 +21,7 @@ import uvloop
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.inference.app import build_app
 from prime_rl.inference.backend import Backend
 from prime_rl.inference.engine.build import build_engine
@@ -44,7 +44,7 @@ BACKLOG = 2048
 
 
 def run(config: InferenceConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT; InferenceError when the engine fails."""
     choose_backend(config)
     api_key = api_key_of(config)
     # Bound before the model is loaded, so that a taken port is known at once.
@@ -115,17 +115,26 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """An HTTP server that closes its backend first when it stops, so that requests in flight end at once (503)."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
+    def __init__(self, config: uvicorn.Config, backend: Backend, *, ends_with_engine: bool) -> None:
         super().__init__(config)
         self._backend = backend
+        self._ends_with_engine = ends_with_engine
+        self.engine_failure: str | None = None
+        """Why the engine stopped, where that ended the server."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop; uvicorn asks ten times a second."""
+        if self._ends_with_engine:
+            self.engine_failure = self._backend.stats().error
+        return await super().on_tick(counter) or self.engine_failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._backend.close()
         await super().shutdown(sockets)
 
 
-def build_server(service: Service, api_key: str | None) -> Server:
-    """The HTTP server of a service, not started."""
+def build_server(service: Service, api_key: str | None, *, ends_with_engine: bool = False) -> Server:
+    """The HTTP server of a service, not started; it outlives a failed engine, answering 503, unless told otherwise."""
     config = uvicorn.Config(
         build_app(service, api_key),
         backlog=BACKLOG,
@@ -134,21 +143,27 @@ def build_server(service: Service, api_key: str | None) -> Server:
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    return Server(config, service.backend)
+    return Server(config, service.backend, ends_with_engine=ends_with_engine)
 
 
 async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT; the backend is closed then."""
+    """Serve on a bound socket until SIGTERM or SIGINT; the backend is closed then.
+
+    A failed engine serves no more, so it ends the server, too: requests in flight are answered, then InferenceError.
+    """
     # uvicorn stops on a signal and then raises it again for the handler that was there before. Being told to stop is
     # no failure, so that handler does nothing.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stopped)
     host, port = listener.getsockname()[:2]
     logger.info("Serving %s on http://%s:%d (%s)", service.model_name, host, port, "API key" if api_key else "no key")
+    server = build_server(service, api_key, ends_with_engine=True)
     try:
-        await build_server(service, api_key).serve(sockets=[listener])
+        await server.serve(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
+    if server.engine_failure is not None:
+        raise InferenceError(server.engine_failure)
 
 
 async def _load_and_serve(

@@ -1,11 +1,16 @@
+import asyncio
+import signal
 import socket
 
+import httpx
 import pytest
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.errors import ConfigError, ModelError
-from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run
+from prime_rl.errors import ConfigError, InferenceError, ModelError
+from prime_rl.inference.backend import EngineFailed
+from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run, serve
+from prime_rl.inference.service import Service
 
 
 def config(**fields):
@@ -87,3 +92,48 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(free_port):
 def test_a_missing_model_is_a_model_error(tmp_path):
     with pytest.raises(ModelError):
         run(config(server={"port": 0}, model={"name": str(tmp_path / "nothing")}))
+
+
+@pytest.fixture
+def own_signals():
+    """The handlers that `serve` replaces, put back at the end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+async def test_a_server_whose_engine_fails_answers_what_is_in_flight_and_ends(
+    own_signals, make_backend, tokenizer, eventually
+):
+    backend = make_backend()
+    backend.gate.clear()
+    service = Service.build(backend, tokenizer, model_name="tiny", model_root="/models/tiny")
+    with bind("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(serve(service, listener, None))
+        await eventually(lambda: bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
+            asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"}))
+            await eventually(lambda: bool(backend.running))
+            backend.failure = EngineFailed("the inference engine failed: out of magic")
+            backend.gate.set()
+            answer = await asked
+        assert answer.status_code == 503
+        assert "out of magic" in answer.json()["error"]["message"]
+        async with asyncio.timeout(20):
+            with pytest.raises(InferenceError, match=r"^the inference engine failed: out of magic$"):
+                await serving
+    assert backend.closed
+
+
+async def test_a_server_that_is_told_to_stop_ends_without_an_error(own_signals, make_backend, tokenizer, eventually):
+    backend = make_backend()
+    service = Service.build(backend, tokenizer, model_name="tiny", model_root="/models/tiny")
+    with bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(serve(service, listener, None))
+        await eventually(lambda: bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+        signal.raise_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            await serving
+    assert backend.closed
