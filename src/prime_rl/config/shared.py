@@ -66,7 +66,7 @@ class ClientConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How completions are sampled. The training defaults sample from the policy itself, unfiltered."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=2)
     """Divides the logits before the softmax; the trainer divides by the same value. 0 is greedy (evaluation only)."""
 
     max_tokens: int | None = Field(default=None, ge=1)
