@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Any, Final
 
 from prime_rl.environments.rollouts import EnvironmentSpec, Failure, FailureKind, Rollout, RolloutRequest, Turn
 from prime_rl.errors import EnvironmentSetupError
 
+UNSENDABLE: Final[dict[Any, Any]] = {"object": object(), "surrogate": "\ud800", "huge": 2**70}
+
 
 class Scripted:
-    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long, old; or seconds to take."""
+    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long, old,
+    garbled, object, surrogate, huge (contents that no message can hold); or seconds to take."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
@@ -24,6 +28,8 @@ class Scripted:
         print("to standard output", flush=True)
         if what == "raise":
             raise KeyError("environment broke")
+        if what == "garbled":
+            raise ValueError("\ud800")
         if what == "hang":
             await asyncio.sleep(3600)
         if what == "block":
@@ -40,7 +46,7 @@ class Scripted:
         )  # fmt: skip
         return Rollout(
             id=request.id, env=self._spec.label, example=request.example, failure=failure, turns=[turn],
-            reward=float(request.id % 2), messages=[{"role": "user", "content": str(what)}],
+            reward=float(request.id % 2), messages=[{"role": "user", "content": UNSENDABLE.get(what, str(what))}],
         )  # fmt: skip
 
     async def close(self) -> None:

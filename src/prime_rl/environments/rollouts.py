@@ -56,7 +56,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         root = error
         while not str(root) and root.__cause__ is not None:
             root = root.__cause__
-        return cls(kind=kind, type=type(root).__name__, message=(str(root) or repr(root))[:MAX_MESSAGE_CHARS])
+        message = (str(root) or repr(root))[:MAX_MESSAGE_CHARS]
+        encodable = message.encode("utf-8", errors="replace").decode("utf-8")
+        return cls(kind=kind, type=type(root).__name__, message=encodable)
 
     def __str__(self) -> str:
         return f"{self.kind}: {f'{self.type}: ' if self.type else ''}{self.message}"

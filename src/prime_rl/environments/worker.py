@@ -77,14 +77,14 @@ class Worker:
         try:
             async with asyncio.timeout(request.timeout_s):
                 rollout = await self._environment.run(request)
+            self._frames.send(rollout)  # in here: what the environment put into it may be nothing that can be sent
         except TimeoutError:
             message = f"took longer than {request.timeout_s:g} s"
             failure = Failure(kind=FailureKind.TIMEOUT, message=message)
-            rollout = failed(request, self._spec.label, failure, timings={"total": request.timeout_s})
+            self._frames.send(failed(request, self._spec.label, failure, timings={"total": request.timeout_s}))
         except Exception as error:  # supervision point: recorded as the rollout's failure
             _logger.exception("Rollout of example %d failed outside the environment", request.example)
-            rollout = failed(request, self._spec.label, Failure.of(FailureKind.ENVIRONMENT, error))
-        self._frames.send(rollout)
+            self._frames.send(failed(request, self._spec.label, Failure.of(FailureKind.ENVIRONMENT, error)))
 
 
 async def run_worker(connection: socket.socket) -> None:

@@ -69,6 +69,18 @@ async def test_rollouts_run_at_the_same_time_and_each_ends_once_in_what_became_o
     assert "took longer than 1 s" in str(rollouts[3].failure)
 
 
+async def test_what_cannot_be_sent_is_a_failure_of_its_rollout_and_of_no_other(tmp_path):
+    script = ["object", "surrogate", "huge", "garbled", "ok"]
+    async with pool_over(spec_of(*script), tmp_path) as pool:
+        rollouts = await asyncio.gather(*(pool.run(request_of(i, timeout_s=2.0)) for i in range(len(script))))
+        assert pool.num_restarts == 0
+    failures = [rollout.failure for rollout in rollouts]
+    assert [failure and failure.kind for failure in failures] == [FailureKind.ENVIRONMENT] * 4 + [None]
+    assert [failure.type for failure in failures[:4]] == [
+        "TypeError", "UnicodeEncodeError", "OverflowError", "ValueError",
+    ]  # fmt: skip
+
+
 async def test_what_an_environment_prints_goes_to_the_log_and_harms_no_frame(tmp_path):
     async with pool_over(spec_of("ok"), tmp_path) as pool:
         rollouts = await asyncio.gather(*(pool.run(request_of(0)) for _ in range(50)))
