@@ -87,6 +87,13 @@ OTHERS = {
             rows = [{"question": "a", "answer": "b"}]
             return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[over_groups]))
     """,
+    "lazy_env": """
+        import verifiers.legacy as vf
+        def build():
+            raise TypeError("rows of the wrong type")
+        def load_environment():
+            return vf.SingleTurnEnv(dataset=build, rubric=vf.Rubric())
+    """,
 }
 
 
@@ -256,6 +263,7 @@ async def test_reverse_text_runs_in_both_forms_on_both_splits(inference, api):
         ("faulty-v1", {"anwsers": []}, "anwsers"),
         ("faulty-v1", {"answers": []}, "has no examples"),
         ("group-env", {}, "reward functions over whole groups"),
+        ("lazy-env", {}, r"'lazy-env' cannot be loaded with args \{\}: TypeError: rows of the wrong type"),
     ],
 )
 async def test_an_environment_that_cannot_be_used_is_refused_in_words(modules, inference, env_id, args, reason):

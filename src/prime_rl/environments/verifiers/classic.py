@@ -50,20 +50,21 @@ class _Client(vf.RendererClient):
 
 
 async def load(spec: EnvironmentSpec) -> ClassicEnvironment:
-    """Raises: EnvironmentSetupError with what the environment's loader raised."""
+    """Raises: EnvironmentSetupError with what the environment's loader, or the building of its data, raised."""
     try:
         environment = vf.load_environment(spec.id, **spec.args)
+        loaded = None if environment.requires_group_rollouts else ClassicEnvironment(spec, environment)
     except Exception as error:  # the environment's code: whatever it raises is told to the user
         reason = error.__cause__ or error
         raise EnvironmentSetupError(
             f"environment {spec.id!r} cannot be loaded with args {spec.args}: {type(reason).__name__}: {reason}"
         ) from error
-    if environment.requires_group_rollouts:
+    if loaded is None:
         raise EnvironmentSetupError(
             f"environment {spec.id!r} has reward functions over whole groups, which are not supported; give it reward "
             "functions of one rollout"
         )
-    return ClassicEnvironment(spec, environment)
+    return loaded
 
 
 class ClassicEnvironment:
