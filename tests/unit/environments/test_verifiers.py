@@ -94,6 +94,18 @@ OTHERS = {
         def load_environment():
             return vf.SingleTurnEnv(dataset=build, rubric=vf.Rubric())
     """,
+    "talking_env": """
+        import verifiers.legacy as vf
+        from datasets import Dataset
+        class Talking(vf.MultiTurnEnv):
+            async def env_response(self, messages, state):
+                if state["info"].get("breaks"):
+                    raise KeyError("environment broke")
+                return [{"role": "user", "content": "again"}]
+        def load_environment(breaks=False):
+            rows = [{"prompt": [{"role": "user", "content": "say"}], "answer": "", "info": {"breaks": breaks}}]
+            return Talking(dataset=Dataset.from_list(rows), rubric=vf.Rubric(), max_turns=2)
+    """,
 }
 
 
@@ -169,6 +181,44 @@ async def test_each_token_knows_the_weights_that_sampled_it(run, inference):
     inference.version = 5
     (rollout,) = await running
     assert rollout.turns[0].versions == [4, 4, 5, 5, 5]
+
+
+async def test_equal_turns_of_different_weights_keep_their_own_versions(modules, inference):
+    def reply(text):
+        inference.version = 4 if text == "say" else 5
+        return "abc"
+
+    inference.reply = reply
+    environment = await verifiers.load(spec_of(inference, "talking-env"))
+    rollout = await environment.run(RolloutRequest(id=0, example=0, sampling={}, version=4, timeout_s=30))
+    await environment.close()
+    assert [turn.versions for turn in rollout.turns] == [[4] * 4, [5] * 4], rollout
+
+
+async def test_nothing_is_kept_of_a_rollout_that_broke(modules, inference):
+    environment = await verifiers.load(spec_of(inference, "talking-env", breaks=True))
+    rollout = await environment.run(RolloutRequest(id=0, example=0, sampling={}, version=4, timeout_s=30))
+    assert rollout.failure is not None
+    assert rollout.failure.kind == FailureKind.ENVIRONMENT
+    assert environment._traffic._sampled == {}
+    await environment.close()
+
+
+@pytest.mark.parametrize("api", ["classic", "v1"])
+async def test_nothing_is_kept_of_a_rollout_that_was_cancelled(modules, inference, api):
+    environment = await verifiers.load(spec_of(inference, f"faulty-{api}", answers=["ok"]))
+    inference.latency_s = 0.3
+    request = RolloutRequest(id=0, example=0, sampling={}, version=0, timeout_s=30)
+    running = asyncio.create_task(environment.run(request))
+    await asyncio.to_thread(inference.is_sampling.wait, 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    while inference.num_running:  # noqa: ASYNC110 - it is another thread's doing
+        await asyncio.sleep(0.01)
+    await environment.run(request)
+    assert environment._traffic._sampled == {}
+    await environment.close()
 
 
 async def test_without_versions_from_the_server_tokens_count_as_old_as_their_dispatch(run, inference):

@@ -48,6 +48,11 @@ class _Client(vf.RendererClient):
     def setup_client(self, config: ClientConfig) -> AsyncOpenAI:
         return openai_client(self._spec, self._traffic)
 
+    async def get_response(self, *args: Any, state: vf.State | None = None, **kwargs: Any) -> vf.Response:
+        if state is not None:
+            self._traffic.open(state["trajectory_id"])
+        return await super().get_response(*args, state=state, **kwargs)
+
 
 async def load(spec: EnvironmentSpec) -> ClassicEnvironment:
     """Raises: EnvironmentSetupError with what the environment's loader, or the building of its data, raised."""
@@ -91,23 +96,20 @@ class ClassicEnvironment:
     async def run(self, request: RolloutRequest) -> Rollout:
         started = time.monotonic()
         row = dict(self._rows[request.split][request.example])
-        session = ""
         try:
-            state = await self._environment.rollout(row, self._client, self._spec.model, request.sampling)
-            session = state["trajectory_id"]
-            generated = time.monotonic()
-            failure = _generation_failure(state)
-            if failure is None:
-                failure = await self._score(state)
-            ended = time.monotonic()
-            timings = {"generate": generated - started, "score": ended - generated, "total": ended - started}
-            return self._rollout(request, state, failure, timings)
+            with self._traffic.rollout():
+                state = await self._environment.rollout(row, self._client, self._spec.model, request.sampling)
+                generated = time.monotonic()
+                failure = _generation_failure(state)
+                if failure is None:
+                    failure = await self._score(state)
+                ended = time.monotonic()
+                timings = {"generate": generated - started, "score": ended - generated, "total": ended - started}
+                return self._rollout(request, state, failure, timings)
         except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data
             timings = {"total": time.monotonic() - started}
             failure = Failure.of(FailureKind.ENVIRONMENT, error)
             return failed(request, self._spec.label, failure, timings=timings)
-        finally:
-            self._traffic.forget(session)
 
     async def _score(self, state: vf.State) -> Failure | None:
         """Score in place. verifiers turns an exception of a reward function into 0; here it is a failure."""
@@ -158,12 +160,12 @@ class ClassicEnvironment:
             return None
         if len(tokens["completion_logprobs"]) != len(tokens["completion_ids"]):
             return None
-        completion_ids = list(tokens["completion_ids"])
+        prompt_ids, completion_ids = list(tokens["prompt_ids"]), list(tokens["completion_ids"])
         return Turn(
-            prompt_ids=list(tokens["prompt_ids"]),
+            prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             logprobs=list(tokens["completion_logprobs"]),
-            versions=self._traffic.versions(session, completion_ids, at_dispatch=at_dispatch),
+            versions=self._traffic.versions(session, len(prompt_ids), completion_ids, at_dispatch=at_dispatch),
         )
 
 

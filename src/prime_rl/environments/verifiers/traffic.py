@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, cast
 
 import httpx
@@ -29,6 +31,14 @@ KEEPALIVE_EXPIRY_S: Final = 2.0
 """Less than the 5 s after which uvicorn closes idle connections: a request sent into a closing one would fail."""
 
 
+# Sessions of the rollout that runs in the current task.
+_sessions: ContextVar[list[str]] = ContextVar("_sessions")
+
+
+class _Question(msgspec.Struct):
+    token_ids: list[int] = []
+
+
 class _Choice(msgspec.Struct):
     token_ids: list[int] = []
     versions: list[int] | None = None
@@ -39,32 +49,50 @@ class _Answer(msgspec.Struct):
 
 
 class Traffic:
-    """Versions of the sampled tokens, by session and by the sampled tokens themselves."""
+    """Versions of the sampled tokens, by session, length of the prompt, and the sampled tokens themselves."""
 
     def __init__(self) -> None:
-        self._sampled: dict[str, dict[tuple[int, ...], list[int]]] = defaultdict(dict)
+        self._sampled: dict[str, dict[tuple[int, ...], list[int]]] = {}
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Around one rollout: what is noted of the sessions that it opens is forgotten, however it ends."""
+        sessions: list[str] = []
+        token = _sessions.set(sessions)
+        try:
+            yield
+        finally:
+            _sessions.reset(token)
+            for session in sessions:
+                self._sampled.pop(session, None)
+
+    def open(self, session: str) -> None:
+        """Note what the session of the rollout that runs in this task samples; again is no harm."""
+        if session not in self._sampled:
+            self._sampled[session] = {}
+            _sessions.get().append(session)
 
     async def note(self, response: httpx.Response) -> None:
         """Response hook of the HTTP client."""
         session = response.request.headers.get(SESSION_HEADER)
-        if session is None or response.status_code != httpx.codes.OK:
+        sampled = self._sampled.get(session or "")
+        if sampled is None or response.status_code != httpx.codes.OK:
             return
         try:
             answer = msgspec.json.decode(await response.aread(), type=_Answer)
+            num_prompt = len(msgspec.json.decode(await response.request.aread(), type=_Question).token_ids)
         except msgspec.MsgspecError:
             return  # not a generate answer, or a broken one: verifiers' client judges that
         for choice in answer.choices:
             if choice.versions is not None and len(choice.versions) == len(choice.token_ids):
-                self._sampled[session][tuple(choice.token_ids)] = choice.versions
+                key = (num_prompt, *choice.token_ids)
+                # Samples that nothing tells apart count as old as the older one, token by token.
+                sampled[key] = list(map(min, choice.versions, sampled.get(key, choice.versions)))
 
-    def versions(self, session: str, completion_ids: list[int], *, at_dispatch: int) -> list[int]:
-        """Version of each token of one completion; `at_dispatch` where the server did not tell."""
-        noted = self._sampled.get(session, {}).get(tuple(completion_ids))
+    def versions(self, session: str, num_prompt: int, completion_ids: list[int], *, at_dispatch: int) -> list[int]:
+        """Version of each token sampled after `num_prompt` others; `at_dispatch` where the server did not tell."""
+        noted = self._sampled.get(session, {}).get((num_prompt, *completion_ids))
         return list(noted) if noted is not None else [at_dispatch] * len(completion_ids)
-
-    def forget(self, session: str) -> None:
-        """Drop what was noted for a session that is over."""
-        self._sampled.pop(session, None)
 
 
 class _ManyPools(httpx.AsyncBaseTransport):

@@ -44,9 +44,10 @@ class OneCallHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, config: vf.HarnessConfig, http: httpx.AsyncClient) -> None:
+    def __init__(self, config: vf.HarnessConfig, http: httpx.AsyncClient, traffic: Traffic) -> None:
         super().__init__(config)
         self._http = http
+        self._traffic = traffic
 
     async def launch(
         self,
@@ -58,6 +59,7 @@ class OneCallHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
+        self._traffic.open(trace.id)
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -171,13 +173,17 @@ class TasksetEnvironment:
             environment.interception = await stack.enter_async_context(_Interception(client))
             # The interception server is on this machine, where no proxy of the surroundings could reach it.
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
-            environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http)
+            environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http, self._traffic)
         return self
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     async def run(self, request: RolloutRequest) -> Rollout:
+        with self._traffic.rollout():
+            return await self._run(request)
+
+    async def _run(self, request: RolloutRequest) -> Rollout:
         started = time.monotonic()
         task = self._tasks[request.split][request.example]
         sampling = vf.SamplingConfig.model_validate(request.sampling)
@@ -193,10 +199,7 @@ class TasksetEnvironment:
             reasons = "; ".join(error.message for error in episode.errors) or f"{len(episode.traces)} agents took part"
             failure = Failure(kind=FailureKind.ENVIRONMENT, message=reasons)
             return failed(request, self._spec.label, failure, timings=timings)
-        try:
-            return self._rollout(request, episode, episode.traces[0], timings)
-        finally:
-            self._traffic.forget(episode.traces[0].id)
+        return self._rollout(request, episode, episode.traces[0], timings)
 
     def _rollout(
         self, request: RolloutRequest, episode: vf.Episode, trace: vf.Trace, timings: dict[str, float]
@@ -233,11 +236,15 @@ class TasksetEnvironment:
                 split = len(node.token_ids) - sampled
                 if sampled:
                     completion_ids = node.token_ids[split:]
+                    prompt_ids = [*context, *node.token_ids[:split]]
+                    versions = self._traffic.versions(
+                        trace.id, len(prompt_ids), completion_ids, at_dispatch=at_dispatch
+                    )
                     turn = Turn(
-                        prompt_ids=[*context, *node.token_ids[:split]],
+                        prompt_ids=prompt_ids,
                         completion_ids=completion_ids,
                         logprobs=node.logprobs,
-                        versions=self._traffic.versions(trace.id, completion_ids, at_dispatch=at_dispatch),
+                        versions=versions,
                     )
                     if turn not in turns:  # a message shared by branches is sampled once
                         turns.append(turn)
