@@ -22,6 +22,7 @@ class Scripted:
         self._script = spec.args["script"]
         self.num_train = len(self._script)
         self.num_eval = spec.args.get("num_eval", 0)
+        self.has_eval_split = spec.args.get("has_eval_split", True)
 
     async def run(self, request: RolloutRequest) -> Rollout:
         what = self._script[request.example % len(self._script)]

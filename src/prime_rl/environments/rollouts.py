@@ -141,6 +141,8 @@ class Environment(Protocol):
 
     num_train: int
     num_eval: int
+    has_eval_split: bool
+    """False: the evaluation examples are the training examples."""
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure."""
@@ -156,6 +158,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     num_train: int
     num_eval: int
+    has_eval_split: bool
 
 
 class WorkerRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

@@ -104,7 +104,13 @@ async def run_worker(connection: socket.socket) -> None:
         frames.send(WorkerRefused(message=reason))
         await frames.close()
         return
-    frames.send(WorkerReady(num_train=environment.num_train, num_eval=environment.num_eval))
+    frames.send(
+        WorkerReady(
+            num_train=environment.num_train,
+            num_eval=environment.num_eval,
+            has_eval_split=environment.has_eval_split,
+        )
+    )
     worker = Worker(spec, environment, frames)
     try:
         await worker.serve()

@@ -115,6 +115,11 @@ class Evaluation:
         for pool in pools.values():
             if pool.size.num_eval == 0:
                 raise EnvironmentSetupError(f"environment {pool.label!r} has no evaluation examples")
+            if not pool.size.has_eval_split:
+                _logger.warning(
+                    "Environment %s has no evaluation split: what is reported is on the examples that it trains on",
+                    pool.label,
+                )
         self._config = config
         self._client = client
         self._pools = pools

@@ -298,9 +298,17 @@ async def test_reverse_text_runs_in_both_forms_on_both_splits(inference, api):
             request = RolloutRequest(id=1, example=2, sampling={}, version=0, timeout_s=30, split=split)
             rollout = await environment.run(request)
             assert rollout.reward == 1.0, rollout
+        assert environment.has_eval_split
         assert environment.num_train == 3
     finally:
         await environment.close()
+
+
+@pytest.mark.parametrize("api", ["classic", "v1"])
+async def test_an_environment_that_evaluates_on_its_training_data_says_so(modules, inference, api):
+    environment = await verifiers.load(spec_of(inference, f"faulty-{api}", answers=["ok"]))
+    assert (environment.num_train, environment.num_eval, environment.has_eval_split) == (1, 1, False)
+    await environment.close()
 
 
 @pytest.mark.parametrize(

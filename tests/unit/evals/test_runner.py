@@ -8,8 +8,9 @@ from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
 
 from prime_rl.config.evals import EvalConfig
+from prime_rl.environments.rollouts import WorkerReady
 from prime_rl.errors import ArtifactError, ConfigError, PrimeRLError
-from prime_rl.evals.runner import evaluate, run
+from prime_rl.evals.runner import Evaluation, evaluate, run
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
 
@@ -76,6 +77,24 @@ async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(conf
     with pytest.raises(PrimeRLError, match="all 8 rollouts of reverse-text failed, the first with inference"):
         await evaluate(config)
     assert not (config.output_dir / "evals" / "step_0").exists()
+
+
+class Pool:
+    """What an evaluation asks of a pool before it runs."""
+
+    def __init__(self, *, has_eval_split):
+        self.label = "sums"
+        self.size = WorkerReady(num_train=3, num_eval=3, has_eval_split=has_eval_split)
+
+
+def test_an_evaluation_on_training_data_is_warned_of(config_of, caplog):
+    for has_eval_split in (True, False):
+        Evaluation(config=config_of(), client=None, pools={"sums": Pool(has_eval_split=has_eval_split)})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message == (
+        "Environment sums has no evaluation split: what is reported is on the examples that it trains on"
+    )
 
 
 async def test_what_cannot_be_evaluated_is_refused_before_anything_starts(config_of, inference, tmp_path):

@@ -84,6 +84,7 @@ class ClassicEnvironment:
         if environment.dataset_source is not None:
             self._rows["train"] = environment.get_dataset()
         # Without an evaluation split of its own, verifiers hands out the training split: that is said, not hidden.
+        self.has_eval_split = environment.eval_dataset_source is not None
         self._rows["eval"] = environment.get_eval_dataset()
         self.num_train = len(self._rows.get("train", ()))
         self.num_eval = len(self._rows["eval"])

@@ -156,6 +156,7 @@ class TasksetEnvironment:
         )
         self.num_train = len(tasks["train"])
         self.num_eval = len(tasks["eval"])
+        self.has_eval_split = _taskset_config(spec, "train") != _taskset_config(spec, "eval")
 
     @classmethod
     async def start(
