@@ -64,7 +64,7 @@ class OrchestratorConfig(BaseConfig):
     """Times a failed rollout is tried before its group is given up and another example is taken."""
 
     max_error_rate: float = Field(default=0.5, gt=0, le=1)
-    """The run stops when more than this share of the last 64 or more rollouts failed."""
+    """The run stops when more than this share of the last 64 or more rollouts failed (1: when all of them did)."""
 
     weights_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for the trainer's next weights, while no batch can ship without them, before the run ends."""

@@ -136,8 +136,8 @@ def report_table(reports: Sequence[EvalReport], base_step: int | None = None) ->
     """All figures, one row per environment and step. The row of `base_step` is called the base."""
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
     table = Table(title="Evaluation", title_justify="left")
-    for name in ("environment", "weights"):
-        table.add_column(name, overflow="fold", min_width=len("step_1000"))
+    table.add_column("environment", min_width=max((len(report.env) for report in reports), default=0))
+    table.add_column("weights", no_wrap=True)
     for name in ("examples", "avg@k", *(f"pass@{k}" for k in ks), "tokens", "truncated", "errors", "time"):
         table.add_column(name, justify="right")
     for report in sorted(reports, key=lambda report: report.env):
