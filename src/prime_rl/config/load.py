@@ -115,8 +115,8 @@ def share(values: Values, root: type[BaseModel]) -> None:
                 )
         origin = values.origin(first_path)
         for path in places:
-            field = root.model_fields[str(path[0])]
-            if values.get(path[:1]) is not None or field.default is not None:
+            is_off = root.model_fields[str(path[0])].default is None and values.get(path[:1]) is None
+            if len(path) == 1 or not is_off:
                 _put(values, path, value, origin)
 
 

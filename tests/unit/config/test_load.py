@@ -79,6 +79,8 @@ def test_the_root_fills_every_component(rl_toml):
 def test_a_value_set_on_one_component_is_lifted_to_the_others():
     config = load(RLConfig, ["--trainer.max-async-level", "3"], {})
     assert config.max_async_level == config.orchestrator.max_async_level == config.trainer.max_async_level == 3
+    config = load(RLConfig, ["--orchestrator.max-steps", "7"], {})
+    assert config.max_steps == config.orchestrator.max_steps == config.trainer.max_steps == 7
 
 
 def test_two_values_of_one_fact_are_refused_naming_both_places(rl_toml):
