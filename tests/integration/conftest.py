@@ -30,6 +30,11 @@ def await_true(what: str, condition: Callable[[], bool], timeout: float = 90.0) 
         time.sleep(0.05)
 
 
+def _hear_ctrl_c() -> None:
+    """A test session in the background of a shell ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Run:
     """One `rl` command under way."""
@@ -82,6 +87,7 @@ def start_rl(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Run]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_hear_ctrl_c,
         )
         started.append(Run(process, RunPaths(tmp_path / "run")))
         return started[-1]
