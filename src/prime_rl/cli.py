@@ -1,25 +1,19 @@
-"""The commands. Each parses its command line and calls one function; imports happen inside, so `--help` stays fast.
-
-A PrimeRLError ends a command with its message and exit code 1; a traceback only with `--log.level debug`.
-"""
+"""The commands. Each parses its command line and calls one function; imports happen inside, so `--help` stays fast."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-from pydantic import BaseModel
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prime_rl.errors import PrimeRLError
 
 if TYPE_CHECKING:
+    from prime_rl.config.command import Files
     from prime_rl.config.evals import EvalConfig
     from prime_rl.config.inference import InferenceConfig
     from prime_rl.config.orchestrator import OrchestratorConfig
     from prime_rl.config.roots import RLConfig
     from prime_rl.config.trainer import SFTConfig, TrainerConfig
-
-Config = TypeVar("Config", bound=BaseModel)
 
 USAGE = """\
 usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
@@ -34,58 +28,39 @@ usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
 prime-rl COMMAND --help tells a command's keys. Each command exists without `prime-rl` in front, too."""
 
 
-def _command(name: str, root: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None) -> None:
-    """Parse, then call; every PrimeRLError becomes a message and exit code 1."""
-    from prime_rl.config.help import help_text
-    from prime_rl.config.load import load
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    is_debug = False
-    try:
-        if words and words[0] in ("-h", "--help"):
-            _show(help_text(root, name, words[1] if len(words) > 1 else None))
-            return
-        config = load(root, words)
-        is_debug = getattr(getattr(config, "log", None), "level", "") == "debug"
-        work(config)
-    except PrimeRLError as error:
-        if is_debug:
-            raise
-        sys.exit(f"{name}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _show(text: str) -> None:
-    """Print a long text; a reader that has seen enough (`| head`) is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _process(
     name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig"
 ) -> None:
     """What every process does first: log, and watch its launcher. A launched process's log is its standard error."""
     from prime_rl import lifeline
-    from prime_rl.config.load import write_toml
+    from prime_rl.config.command import record_config
     from prime_rl.logs import setup_logging
     from prime_rl.paths import RunPaths
 
     paths = RunPaths(config.output_dir)
     is_launched = lifeline.VARIABLE in os.environ
-    setup_logging(name, config.log.level, None if is_launched else paths.log(name))
     if not is_launched:
-        write_toml(config, paths.config(name))
+        record_config(config, name, paths)
+    file = paths.log(name) if config.log.file and not is_launched else None
+    setup_logging(name, config.log.level, file, as_json=config.log.json_logging)
     lifeline.watch_launcher()
 
 
 def rl(argv: Sequence[str] | None = None) -> None:
     """`rl`: plan, start and watch the three processes."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.roots import RLConfig
 
-    _command("rl", RLConfig, _rl, argv)
+    run_command("rl", RLConfig, _rl, files=_rl_files, argv=argv)
+
+
+def _rl_files(config: "RLConfig") -> "Files":
+    from prime_rl.launch.local import check_run_dir, named_machine
+    from prime_rl.launch.plan import plan_rl
+
+    check_run_dir(config.output_dir, clean=config.clean)
+    specs = plan_rl(config, named_machine(os.environ))
+    return {"rl": config} | {spec.name: spec.config for spec in specs}
 
 
 def _rl(config: "RLConfig") -> None:
@@ -99,7 +74,7 @@ def _rl(config: "RLConfig") -> None:
     specs = plan_rl(config, this_machine(os.environ))
     claim_run_dir(config.output_dir, clean=config.clean)
     paths = RunPaths(config.output_dir)
-    setup_logging("rl", config.log.level, paths.log("rl"), to_terminal=False)
+    setup_logging("rl", config.log.level, paths.log("rl"), to_terminal=False, as_json=config.log.json_logging)
     logger = get_logger("prime_rl.rl")
     write_toml(config, paths.config("rl"))
     console = RLConsole(paths, max_steps=config.max_steps, has_server=config.inference is not None)
@@ -120,16 +95,24 @@ def _rl(config: "RLConfig") -> None:
 
 def sft(argv: Sequence[str] | None = None) -> None:
     """`sft`: supervised fine-tuning in this process."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.trainer import SFTConfig
 
-    _command("sft", SFTConfig, _sft, argv)
+    run_command("sft", SFTConfig, _sft, files=_sft_files, argv=argv)
+
+
+def _sft_files(config: "SFTConfig") -> "Files":
+    from prime_rl.launch.local import check_run_dir
+
+    check_run_dir(config.output_dir, clean=config.clean)
+    return {"sft": config}
 
 
 def _sft(config: "SFTConfig") -> None:
     from prime_rl.launch.local import claim_run_dir
 
     claim_run_dir(config.output_dir, clean=config.clean)
-    _process("trainer", config)
+    _process("sft", config)
     from prime_rl.trainer.sft.train import run
 
     run(config)
@@ -137,9 +120,10 @@ def _sft(config: "SFTConfig") -> None:
 
 def trainer(argv: Sequence[str] | None = None) -> None:
     """`trainer`: the RL trainer alone."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.trainer import TrainerConfig
 
-    _command("trainer", TrainerConfig, _trainer, argv)
+    run_command("trainer", TrainerConfig, _trainer, argv=argv)
 
 
 def _trainer(config: "TrainerConfig") -> None:
@@ -151,9 +135,10 @@ def _trainer(config: "TrainerConfig") -> None:
 
 def orchestrator(argv: Sequence[str] | None = None) -> None:
     """`orchestrator`: the orchestrator alone."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.orchestrator import OrchestratorConfig
 
-    _command("orchestrator", OrchestratorConfig, _orchestrator, argv)
+    run_command("orchestrator", OrchestratorConfig, _orchestrator, argv=argv)
 
 
 def _orchestrator(config: "OrchestratorConfig") -> None:
@@ -165,9 +150,10 @@ def _orchestrator(config: "OrchestratorConfig") -> None:
 
 def inference(argv: Sequence[str] | None = None) -> None:
     """`inference`: the inference server alone."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.inference import InferenceConfig
 
-    _command("inference", InferenceConfig, _inference, argv)
+    run_command("inference", InferenceConfig, _inference, argv=argv)
 
 
 def _inference(config: "InferenceConfig") -> None:
@@ -179,16 +165,19 @@ def _inference(config: "InferenceConfig") -> None:
 
 def evaluate(argv: Sequence[str] | None = None) -> None:
     """`eval`: against a running server, or with one of its own."""
+    from prime_rl.config.command import run_command
     from prime_rl.config.evals import EvalConfig
 
-    _command("eval", EvalConfig, _evaluate, argv)
+    run_command("eval", EvalConfig, _evaluate, argv=argv)
 
 
 def _evaluate(config: "EvalConfig") -> None:
-    if config.client is None:
-        from prime_rl.launch.local import Stopped, run_local, this_machine
-        from prime_rl.launch.plan import plan_eval
+    from prime_rl.launch.local import Stopped, find_server, run_local, this_machine
+    from prime_rl.launch.plan import plan_eval
 
+    if config.client is None:
+        config = config.model_copy(update={"client": find_server(config.inference)})
+    if config.client is None:
         try:
             run_local(plan_eval(config, this_machine(os.environ)), config.output_dir)
         except Stopped:

@@ -5,6 +5,7 @@
 Warnings of Python's `warnings` module are logged too. Third-party loggers speak from WARNING up.
 """
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -25,14 +26,40 @@ class _ProcessName(logging.Filter):
         return True
 
 
+class _JsonFormatter(logging.Formatter):
+    """A line is a JSON object: time (seconds since the epoch), level, process, logger, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "process": getattr(record, "process_name", ""),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
 def get_logger(name: str = ROOT) -> logging.Logger:
     """The logger of a module; pass `__name__`."""
     return logging.getLogger(name)
 
 
-def setup_logging(process: str, level: str = "info", file: Path | None = None, *, to_terminal: bool = True) -> None:
-    """Log everything of this process from `level` up, to standard error and (appending) to `file`."""
-    formatter = logging.Formatter(FORMAT, datefmt="%H:%M:%S")
+def setup_logging(
+    process: str,
+    level: str = "info",
+    file: Path | None = None,
+    *,
+    to_terminal: bool = True,
+    as_json: bool = False,
+) -> None:
+    """Log everything of this process from `level` up, to standard error and (appending) to `file`.
+
+    `as_json`: a line is a JSON object.
+    """
+    formatter = _JsonFormatter() if as_json else logging.Formatter(FORMAT, datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if to_terminal else []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""The evaluation's configuration."""
+"""The evaluation's configuration: `eval`, and the evaluation that goes on during training."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.monitors import WandbConfig
 from prime_rl.config.shared import (
     DEFAULT_OUTPUT_DIR,
     BaseConfig,
@@ -27,8 +28,127 @@ class EvalEnvConfig(EnvConfig):
     rollouts_per_example: int | None = Field(default=None, ge=1)
     """Completions per example. None: the top-level `rollouts_per_example`."""
 
+    skip_first: int = Field(default=0, ge=0)
+    """Examples that are left out at the beginning."""
 
-class EvalConfig(BaseConfig):
+
+class EvalSamplingConfig(SamplingConfig):
+    """How completions are sampled in an evaluation. None: as the server does by default."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability."""
+
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample from this many most probable tokens. -1: from all."""
+
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from tokens with at least this share of the most probable one's probability."""
+
+    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
+    """How long the model should think, where it can be told."""
+
+
+class SaveDiskConfig(BaseConfig):
+    """Saves results to a directory."""
+
+    path: Path | None = None
+    """The directory. None: `evals` in the run directory."""
+
+
+class SaveHubConfig(BaseConfig):
+    """Saves results as a hub data set."""
+
+    dataset_name: str | None = None
+    """Its name. None: made from model and environment."""
+
+    dataset_subset: str | None = None
+    """Its subset."""
+
+    dataset_split: str | None = None
+    """Its split."""
+
+    private: bool = False
+    """Whether only its owner sees it."""
+
+
+class SaveConfig(BaseConfig):
+    """Where results go, besides `evals` in the run directory."""
+
+    disk: SaveDiskConfig | None = None
+    hf: SaveHubConfig | None = None
+
+    env_hub: bool = False
+    """Whether results are sent to the environment hub."""
+
+    stream: bool = False
+    """Whether each result is written when it is there, so that an interrupted evaluation can be resumed."""
+
+
+class RetryConfig(BaseConfig):
+    """How often a failed rollout is tried again."""
+
+    max_attempts: int = Field(default=10, ge=1)
+    """Tries, the first included."""
+
+    wait_multiplier: float = Field(default=1.0, ge=0)
+    """Seconds before the second try; each further wait is twice as long."""
+
+    wait_min: float = Field(default=1.0, ge=0)
+    """Shortest wait in seconds."""
+
+    wait_max: float = Field(default=60.0, ge=0)
+    """Longest wait in seconds."""
+
+    reraise: bool = False
+    """Whether a rollout that failed for good ends the evaluation."""
+
+
+class _BaseEvalConfig(BaseConfig):
+    """What evaluations have in common."""
+
+    env: tuple[EvalEnvConfig, ...] = (EvalEnvConfig(),)
+    """The environments."""
+
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    save: SaveConfig = SaveConfig()
+    retry: RetryConfig = RetryConfig()
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """Examples per environment. -1: all of its evaluation split."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Completions per example: the k of avg@k and pass@k."""
+
+    reasoning_field: str = "reasoning_content"
+    """Field of an answer that holds the model's reasoning."""
+
+    per_rollout: bool = False
+    """Whether rollouts are scored one by one as they end, instead of by example."""
+
+    @field_validator("env")
+    @classmethod
+    def _labels(cls, value: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
+        check_env_labels(value)
+        return value
+
+
+class OnlineEvalConfig(_BaseEvalConfig):
+    """Evaluation during training."""
+
+    interval: int = Field(default=100, ge=1)
+    """Steps between two evaluations."""
+
+    eval_base_model: bool = True
+    """Whether the model is evaluated before the first step too."""
+
+    skip_eval_on_resume: bool = True
+    """Whether a resumed run leaves out the evaluation of the step it starts from."""
+
+    cancel_inflight_rollouts_on_eval: bool = False
+    """Whether training rollouts in flight make room for an evaluation."""
+
+
+class EvalConfig(_BaseEvalConfig):
     """`eval`: measures a model, and the weights of a run, on environments."""
 
     model: ModelConfig = ModelConfig()
@@ -39,22 +159,22 @@ class EvalConfig(BaseConfig):
     inference: InferenceConfig = InferenceConfig()
     """The server that is started when no client is given."""
 
-    env: tuple[EvalEnvConfig, ...] = (EvalEnvConfig(),)
-    """The environments."""
-
-    sampling: SamplingConfig = SamplingConfig()
-
-    num_examples: int = Field(default=-1, ge=-1)
-    """Examples per environment. -1: all of its evaluation split."""
-
-    rollouts_per_example: int = Field(default=1, ge=1)
-    """Completions per example: the k of avg@k and pass@k."""
+    wandb: WandbConfig | None = None
 
     max_concurrent: int = Field(default=64, ge=1)
     """Most rollouts in flight."""
 
     rollout_timeout: float = Field(default=600.0, gt=0)
     """Seconds a rollout may take, scoring included, before it counts as failed."""
+
+    use_tqdm: bool = False
+    """Whether a progress bar is shown."""
+
+    resume_path: Path | None = None
+    """Results of an interrupted evaluation (`save.stream`) to go on from. None: start anew."""
+
+    watcher: bool = False
+    """Whether to wait for further steps in `weights_dir` and evaluate them as they come."""
 
     weights_dir: Path | None = None
     """A run's `weights`: its steps are evaluated one after the other. None: the model alone."""
@@ -70,16 +190,14 @@ class EvalConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
 
-    @field_validator("env")
-    @classmethod
-    def _labels(cls, value: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
-        check_env_labels(value)
-        return value
-
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Any:
         if self.weights_dir is None and not self.eval_base:
             raise ValueError("--no-eval-base leaves nothing to evaluate without weights_dir; give --weights-dir")
         if self.weights_dir is None and self.steps is not None:
             raise ValueError("steps are steps of weights_dir; give --weights-dir")
+        if self.resume_path is not None and not self.save.stream:
+            raise ValueError("resume_path goes on from streamed results: set save.stream")
+        if self.resume_path is not None and (len(self.env) > 1 or len(self.steps or ()) > 1):
+            raise ValueError("resume_path is of one environment at one step: evaluate the others separately")
         return self

@@ -1,50 +1,89 @@
 """The text of `--help`, made from the schema: `--help` is short, `--help SECTION` shows one section whole."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.schema import Kind, Path, find, is_optional, members, target_of
+from prime_rl.config.schema import Path, documentation, field_at, find, is_optional, members, target_of
 from prime_rl.config.sources import unknown_key
 from prime_rl.errors import ConfigError
 
 SOURCES = """\
 Values come from, last wins: defaults, PRIME_ variables (PRIME_MODEL__NAME=x), TOML files (@ file.toml), flags
-(--model.name x). --section @ file.toml reads a file into a section. --help SECTION shows a section's keys."""
+(--model.name x). --section @ file.toml reads a file into a section. A section that is off is switched on by --section
+and off again by --no-section.
+
+  --help SECTION    a section's keys, like: --help {example}
+  --explain KEY     a key's value, and where it came from
+  --dry-run         check everything, write the resolved configuration of each process, start nothing"""
+
+EXAMPLES = {"rl": "trainer.optim", "trainer": "optim", "sft": "data", "orchestrator": "sampling", "inference": "server"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key as help and reference show it."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+def entry(name: str, field: FieldInfo, about: str = "") -> Entry:
+    """How a key is shown. `about`: its documentation."""
+    return Entry(name, _type(field), _default(field), " ".join(about.split()))
 
 
 def help_text(root: type[BaseModel], command: str, section: str | None = None) -> str:
     """What `command --help [section]` prints. ConfigError for a section that does not exist."""
-    path: Path = tuple(section.replace("-", "_").split(".")) if section else ()
+    path: Path = tuple(section.removeprefix("--").replace("-", "_").split(".")) if section else ()
     target = find(root, path)
-    if target is None or target.kind not in (Kind.SECTION, Kind.LIST):
+    if target is None:
         raise ConfigError(unknown_key(root, path, f"--help {section}"))
     lines = [f"usage: {command} [@ file.toml ...] [--key value ...]", ""]
+    if not target.sections and (field := field_at(root, path)) is not None:
+        lines += [*_row(path[:-1], entry(str(path[-1]), field, describe(root, path))), ""]
     for cls in target.sections:
-        lines += [_summary(cls), "", *_rows(cls, path), ""]
-    return "\n".join([*lines, SOURCES])
+        lines += [summary(cls), "", *_rows(cls, path), ""]
+    return "\n".join([*lines, SOURCES.format(example=EXAMPLES.get(command, "model"))])
 
 
-def _summary(cls: type[BaseModel]) -> str:
+def describe(root: type[BaseModel], path: Path) -> str:
+    """The documentation of the key that `path` ends at."""
+    owner = find(root, path[:-1])
+    texts = [documentation(cls).get(str(path[-1]), "") for cls in owner.sections] if owner else []
+    return next(filter(None, texts), "")
+
+
+def summary(cls: type[BaseModel]) -> str:
+    """The first paragraph of a section's documentation."""
     return (cls.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
 
 
 def _rows(cls: type[BaseModel], path: Path) -> Iterator[str]:
+    """Plain keys, then switches, then sections."""
+    texts = documentation(cls)
     fields = cls.model_fields.items()
-    plain = [(name, field) for name, field in fields if not target_of(field.annotation).sections]
     nested = [(name, field) for name, field in fields if target_of(field.annotation).sections]
-    for name, field in plain:
-        yield f"  {flag(path, name)} {_type(field)}  (default: {_default(field)})"
-        if field.description:
-            yield f"      {' '.join(field.description.split())}"
+    for name, field in fields:
+        if not target_of(field.annotation).sections:
+            yield from _row(path, entry(name, field, texts[name]))
     if nested:
         yield "\nsections:"
     for name, field in nested:
-        about = field.description or _summary(target_of(field.annotation).sections[0])
-        off = "  (off by default)" if is_optional(field.annotation) and field.default is None else ""
-        yield f"  {flag(path, name)}.*  {' '.join(about.split())}{off}"
+        about = texts[name] or summary(target_of(field.annotation).sections[0])
+        off = "  (off by default)" if field.default is None and is_optional(field.annotation) else ""
+        yield f"  {flag(path, name)}.*  {about}{off}"
+
+
+def _row(path: Path, about: Entry) -> Iterator[str]:
+    yield f"  {flag(path, about.name)} {about.type}  (default: {about.default})"
+    if about.text:
+        yield f"      {about.text}"
 
 
 def flag(path: Path, name: str) -> str:
@@ -65,5 +104,7 @@ def _type_name(option: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
     default = field.get_default(call_default_factory=True)
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return ",".join(map(str, default)) if isinstance(default, tuple) and default else str(default)

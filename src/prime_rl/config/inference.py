@@ -1,11 +1,15 @@
 """The inference server's configuration. Engine keys have the names of vLLM's flags where they mean the same."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from prime_rl.config.artifacts import SharedWeightBroadcastConfig
 from prime_rl.config.shared import DEFAULT_OUTPUT_DIR, BaseConfig, Device, LogConfig, ModelConfig
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for."""
 
 
 class ServerConfig(BaseConfig):
@@ -25,7 +29,32 @@ class InferenceModelConfig(ModelConfig):
     """Data type of weights and activations. auto: float32 on CPU, bfloat16 on a GPU."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion together. None: what the model's config.json allows."""
+    """Most tokens of prompt and completion together. None: what the model's config.json allows (with `rl`: `seq_len`)."""
+
+    enforce_eager: bool = False
+    """Whether vLLM computes without CUDA graphs: it starts faster and runs slower."""
+
+    enable_auto_tool_choice: bool = False
+    """Whether tool calls are parsed from what the model writes."""
+
+    tool_call_parser: str = "hermes"
+    """How the model writes tool calls, as vLLM names it."""
+
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning, as vLLM names it. None: reasoning stays in the text."""
+
+    rope_scaling: dict[str, Any] | str | None = None
+    """Scaling of the rotary embedding, as in config.json. None: the model's own."""
+
+
+class ParallelConfig(BaseConfig):
+    """How the server is spread over GPUs."""
+
+    tp: int = Field(default=1, ge=1)
+    """GPUs that share each matrix multiplication."""
+
+    dp: int = Field(default=1, ge=1)
+    """Copies of the model; with `rl` it follows from `inference_gpu_ids` and `tp`."""
 
 
 class InferenceConfig(BaseConfig):
@@ -39,6 +68,8 @@ class InferenceConfig(BaseConfig):
 
     server: ServerConfig = ServerConfig()
     model: InferenceModelConfig = InferenceModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()
 
     block_size: int = Field(default=16, ge=1)
     """Tokens of one block of the KV cache; whole blocks are shared between requests with the same prefix."""
@@ -58,6 +89,24 @@ class InferenceConfig(BaseConfig):
     enable_prefix_caching: bool = True
     """Whether prompts share the KV blocks of a common beginning (a group's prompt is computed once)."""
 
+    enable_lora: bool = False
+    """Whether adapters can be loaded; with `rl` it follows from `trainer.model.lora`."""
+
+    max_loras: int = Field(default=8, ge=1)
+    """Most adapters in one batch."""
+
+    max_cpu_loras: int = Field(default=100, ge=1)
+    """Most adapters that are kept in memory."""
+
+    max_lora_rank: int | None = Field(default=None, ge=1, le=LORA_RANKS[-1])
+    """Highest rank of an adapter: one that vLLM has kernels for. None: 16."""
+
+    api_server_count: int = Field(default=1, ge=1)
+    """Processes of vLLM that answer HTTP."""
+
+    vllm: dict[str, Any] = {}
+    """vLLM's own arguments by their names (`data_parallel_rpc_port = 13345`); flags that are no key of ours go here."""
+
     seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""
 
@@ -68,3 +117,12 @@ class InferenceConfig(BaseConfig):
     """The run directory (logs)."""
 
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _lora(self) -> Any:
+        if self.max_lora_rank is not None and self.max_lora_rank not in LORA_RANKS:
+            above = next(rank for rank in LORA_RANKS if rank > self.max_lora_rank)
+            raise ValueError(f"max_lora_rank must be one of {', '.join(map(str, LORA_RANKS))}; the next is {above}")
+        if self.enable_lora and self.api_server_count > 1:
+            raise ValueError("adapters are loaded into one API server: set api_server_count to 1 with enable_lora")
+        return self

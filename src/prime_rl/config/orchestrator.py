@@ -1,10 +1,21 @@
 """The orchestrator's configuration: environments, batches, and how far generation may run ahead of training."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_rl.config.algorithms import AdvantageConfig, AnyAdvantageConfig, BufferConfig, FilterConfig
+from prime_rl.config.artifacts import (
+    FilesystemBroadcastConfig,
+    FilesystemTransportConfig,
+    NCCLBroadcastConfig,
+    OrchestratorCheckpointConfig,
+    TransportConfig,
+    WeightBroadcastConfig,
+)
+from prime_rl.config.evals import OnlineEvalConfig
+from prime_rl.config.monitors import HeartbeatConfig, OrchestratorWandbConfig, PrimeMonitorConfig
 from prime_rl.config.shared import (
     DEFAULT_OUTPUT_DIR,
     BaseConfig,
@@ -23,21 +34,142 @@ _BENDS_SAMPLING = {
 """Request fields under which the engine no longer samples from softmax(logits / temperature)."""
 
 
+class TemperatureScheduleConfig(BaseConfig):
+    """A sampling temperature that changes over the run."""
+
+    type: Literal["linear", "cosine"] = "linear"
+    """Shape of the way from the first temperature to the last."""
+
+    start_temperature: float = Field(gt=0, le=2)
+    """Temperature of the first step."""
+
+    end_temperature: float = Field(gt=0, le=2)
+    """Temperature of the last step."""
+
+    total_steps: int | None = Field(default=None, ge=1)
+    """Steps from the first to the last temperature. None: `max_steps`."""
+
+
+class TrainSamplingConfig(SamplingConfig):
+    """How completions are sampled: from the policy itself, unfiltered."""
+
+    temp_scheduler: TemperatureScheduleConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_temperature(self) -> Any:
+        if self.temp_scheduler is not None and self.temperature != 1.0:
+            raise ValueError("set either temperature or temp_scheduler: both say how hot to sample")
+        return self
+
+
+class TrainEnvConfig(EnvConfig):
+    """One training environment."""
+
+    ratio: float | None = Field(default=None, gt=0)
+    """How often it is drawn, relative to the others. None: in proportion to its number of examples."""
+
+
+class PolicyLoRAConfig(BaseConfig):
+    """The adapter that this run trains, where several runs share a trainer."""
+
+    name: str | None = None
+    """Its name in the server. None: made from rank and alpha."""
+
+    rank: int | None = Field(default=None, ge=1)
+    """Its rank. None: the trainer's."""
+
+    alpha: float = Field(default=32.0, ge=0)
+    """Its scale."""
+
+
+class PolicyModelConfig(ModelConfig):
+    """The model that is trained."""
+
+    lora: PolicyLoRAConfig | None = None
+
+
+class RunOptimizerConfig(BaseConfig):
+    """Optimizer of this run, where several runs share a trainer."""
+
+    lr: float = Field(default=1e-4, ge=0)
+    """Learning rate."""
+
+
+class TeacherConfig(BaseConfig):
+    """The model that is distilled from."""
+
+    client: ClientConfig = ClientConfig()
+    model: ModelConfig = ModelConfig()
+
+
+class RendererConfig(BaseConfig):
+    """Turns conversations into tokens."""
+
+    name: str = "auto"
+    """Name of a renderer of the `renderers` library. auto: the one for the model."""
+
+
+class ValConfig(BaseConfig):
+    """Rewards on held-out examples of the training environments."""
+
+    num_examples: int = Field(default=16, ge=1)
+    """Examples."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Completions per example."""
+
+    interval: int = Field(default=10, ge=1)
+    """Steps between two such looks."""
+
+
 class OrchestratorConfig(BaseConfig):
     """`orchestrator`: runs environments against the inference server and turns rollouts into training batches."""
 
     client: ClientConfig = ClientConfig()
-    model: ModelConfig = ModelConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
+    optim: RunOptimizerConfig = RunOptimizerConfig()
+    teacher_model: TeacherConfig | None = None
+    renderer: RendererConfig = RendererConfig()
+    sampling: TrainSamplingConfig = TrainSamplingConfig()
 
-    env: tuple[EnvConfig, ...] = (EnvConfig(),)
+    env: tuple[TrainEnvConfig, ...] = (TrainEnvConfig(),)
     """The training environments; each gives groups in proportion to its number of examples."""
+
+    eval: OnlineEvalConfig | None = None
+    val: ValConfig | None = None
+    buffer: BufferConfig = BufferConfig()
+
+    advantage: AnyAdvantageConfig | None = AdvantageConfig()
+    """How rewards become advantages. None: the reward itself."""
+
+    filters: tuple[FilterConfig, ...] = ()
+    """Kinds of rollouts that are counted, or left out of training."""
+
+    ckpt: OrchestratorCheckpointConfig | None = None
+    wandb: OrchestratorWandbConfig | None = None
+    prime_monitor: PrimeMonitorConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    weight_broadcast: WeightBroadcastConfig = FilesystemBroadcastConfig()
+    rollout_transport: TransportConfig = FilesystemTransportConfig()
 
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per training step. A multiple of `rollouts_per_example`."""
 
     rollouts_per_example: int = Field(default=1, ge=1)
     """Completions per example: the group whose mean reward is the baseline of the advantage."""
+
+    token_batch_size: int | None = Field(default=None, ge=1)
+    """Tokens per training step, instead of `batch_size` rollouts. None: count rollouts."""
+
+    oversampling_factor: float = Field(default=1.0, ge=1)
+    """Groups in flight per group of the batch: spares for those that fail or are filtered."""
+
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    """interleaved: turns make one sample while each prompt extends the exact tokens before it, else a new one starts.
+    branching: one sample a turn."""
+
+    mask_env_responses: bool = True
+    """Whether tokens that the environment wrote are left out of the loss."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Most tokens of a training sample. A longer rollout cannot be trained on whole: it is dropped and counted."""
@@ -48,14 +180,29 @@ class OrchestratorConfig(BaseConfig):
     max_async_level: int = Field(default=1, ge=0)
     """Batch n is generated by weights n - max_async_level or newer. 0: generation and training alternate."""
 
+    strict_async_level: bool = False
+    """Whether batch n is generated by weights n - max_async_level exactly, even where newer ones are there."""
+
     max_off_policy_steps: int = Field(default=8, ge=0)
     """Weight updates that a group in progress may live through before it is cancelled and started anew."""
 
     max_concurrent: int | None = Field(default=None, ge=1)
     """Most rollouts in flight. None: as many as the asynchrony window holds."""
 
+    tasks_per_minute: int | None = Field(default=None, ge=1)
+    """Most rollouts that are started in a minute, per environment. None: no such limit."""
+
     workers_per_env: int = Field(default=1, ge=1)
     """Subprocesses per environment."""
+
+    max_env_worker_restarts: int = Field(default=5, ge=-1)
+    """Times in a row that a worker which died is started again before the run ends. -1: always."""
+
+    num_train_workers: int = Field(default=1, ge=1)
+    """Ranks of the trainer; with `rl` it follows from `trainer_gpu_ids`."""
+
+    reload_weights_on_start: bool = True
+    """Whether a server that serves other weights than this run starts from is given these first."""
 
     rollout_timeout: float = Field(default=600.0, gt=0)
     """Seconds a rollout may take, scoring included, before it counts as failed."""
@@ -71,6 +218,9 @@ class OrchestratorConfig(BaseConfig):
 
     outage_timeout: float = Field(default=120.0, gt=0)
     """Seconds that the inference server may be gone in the middle of a run before the run ends."""
+
+    bench: bool = False
+    """Measure inference alone: a few batches, then a table."""
 
     seed: int = 42
     """Seeds the order of the examples."""
@@ -92,17 +242,23 @@ class OrchestratorConfig(BaseConfig):
 
     @field_validator("env")
     @classmethod
-    def _labels(cls, value: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
+    def _labels(cls, value: tuple[TrainEnvConfig, ...]) -> tuple[TrainEnvConfig, ...]:
         check_env_labels(value)
+        rated = [env.label for env in value if env.ratio is not None]
+        if rated and len(rated) < len(value):
+            raise ValueError(
+                f"{rated[0]!r} has a ratio and another environment has none; give all of them one, or none"
+            )
         return value
 
     @field_validator("sampling")
     @classmethod
-    def _training_needs_a_temperature(cls, value: SamplingConfig) -> SamplingConfig:
+    def _training_needs_a_temperature(cls, value: TrainSamplingConfig) -> TrainSamplingConfig:
         if value.temperature == 0:
             raise ValueError("temperature 0 is greedy: every rollout of a group would be the same; set it above 0")
         bent = [f"extra_body.{key}" for key in sorted(_BENDS_SAMPLING & set(value.extra_body))]
         bent += ["min_tokens"] if value.min_tokens else []
+        bent += ["repetition_penalty"] if value.repetition_penalty != 1 else []
         if bent:
             raise ValueError(
                 f"{bent[0]} changes the distribution that is sampled from, which the trainer cannot "
@@ -120,4 +276,17 @@ class OrchestratorConfig(BaseConfig):
             )
         if self.max_concurrent is not None and self.max_concurrent < self.rollouts_per_example:
             raise ValueError("max_concurrent must hold at least one group: set it to rollouts_per_example or more")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Any:
+        if self.buffer.env_ratios is not None and len(self.buffer.env_ratios) != len(self.env):
+            raise ValueError(
+                f"buffer.env_ratios has {len(self.buffer.env_ratios)} numbers for {len(self.env)} environments; give one "
+                "each"
+            )
+        if isinstance(self.weight_broadcast, NCCLBroadcastConfig) and self.max_async_level != 1:
+            raise ValueError(f"weight_broadcast.type nccl needs max_async_level 1, got {self.max_async_level}")
+        if self.token_batch_size is not None and "batch_size" in self.model_fields_set and self.batch_size != 128:
+            raise ValueError("set either batch_size or token_batch_size: both say when a batch is full")
         return self

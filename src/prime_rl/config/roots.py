@@ -7,11 +7,21 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from prime_rl.config.inference import InferenceConfig, ServerConfig
+from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
+from prime_rl.config.compat import resolve_gpu_counts
+from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ServerConfig
+from prime_rl.config.monitors import SharedWandbConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, BaseConfig, LogConfig
+from prime_rl.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, BaseConfig, SharedLogConfig
 from prime_rl.config.sources import Setting, Values
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.trainer import LoRAConfig, TrainerConfig
+
+_TRAINED = ("trainer", "orchestrator")
+_ALL = ("trainer", "orchestrator", "inference")
+
+
+def _in(components: tuple[str, ...], key: str) -> tuple[str, ...]:
+    return tuple(f"{component}.{key}" for component in components)
 
 
 class SharedModelConfig(BaseConfig):
@@ -25,16 +35,25 @@ class RLConfig(BaseConfig):
     """`rl`: starts and watches inference server, orchestrator and trainer."""
 
     shared: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "model.name": ("trainer.model.name", "orchestrator.model.name", "inference.model.name"),
-        "max_steps": ("trainer.max_steps", "orchestrator.max_steps"),
-        "max_async_level": ("trainer.max_async_level", "orchestrator.max_async_level"),
+        "model.name": ("trainer.model.name", "orchestrator.model.name"),
+        "max_steps": _in(_TRAINED, "max_steps"),
+        "max_async_level": _in(_TRAINED, "max_async_level"),
         "seq_len": ("trainer.model.seq_len", "orchestrator.seq_len"),
         "max_model_len": ("inference.model.max_model_len",),
-        "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
-        "output_dir": ("trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"),
-        "log.level": ("trainer.log.level", "orchestrator.log.level", "inference.log.level"),
+        "seed": _in(_ALL, "seed"),
+        "output_dir": _in(_ALL, "output_dir"),
+        **{f"log.{key}": _in(_ALL, f"log.{key}") for key in SharedLogConfig.model_fields},
+        **{f"ckpt.{key}": _in(_TRAINED, f"ckpt.{key}") for key in SharedCheckpointConfig.model_fields},
+        **{f"wandb.{key}": _in(_TRAINED, f"wandb.{key}") for key in ("project", "offline", "dir")},
+        "weight_broadcast.type": _in(_ALL, "weight_broadcast.type"),
     }
     """Root key -> the component keys that are the same fact (`config.load.share`)."""
+
+    shared_sections: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "ckpt": _in(_TRAINED, "ckpt"),
+        "wandb": _in(_TRAINED, "wandb"),
+    }
+    """Root section -> the component sections that are on when it is, and off when it is switched off."""
 
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
@@ -42,7 +61,13 @@ class RLConfig(BaseConfig):
     inference: InferenceConfig | None = None
     """The server to start; an empty table starts one with defaults. None: one is running at orchestrator.client."""
 
+    teacher_inference: InferenceConfig | None = None
+    """The teacher's server to start. None: none, or one is running at orchestrator.teacher_model.client."""
+
     model: SharedModelConfig = SharedModelConfig()
+    ckpt: SharedCheckpointConfig | None = None
+    wandb: SharedWandbConfig | None = None
+    weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()
 
     max_steps: int | None = Field(default=None, ge=1)
     """Training steps. None: until stopped."""
@@ -54,7 +79,7 @@ class RLConfig(BaseConfig):
     """Most tokens of a training sample, and of a packed micro-batch."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion in the server. None: what the model allows."""
+    """Most tokens of prompt and completion in the server. None: `seq_len`."""
 
     seed: int = 42
     """Seeds sampling, the order of examples, and weights that are initialised."""
@@ -65,41 +90,173 @@ class RLConfig(BaseConfig):
     trainer_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the trainer, likewise. None: the one after the server's, or the same if there is only one."""
 
+    teacher_gpu_ids: tuple[int, ...] | None = None
+    """GPUs of the teacher's server, likewise. None: it has none."""
+
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """The run directory."""
 
     clean: bool = False
     """Delete what an earlier run left in the run directory. Without it, a used directory is refused."""
 
-    log: LogConfig = LogConfig()
+    bench: bool = False
+    """Measure inference and trainer, each alone, and print a table."""
+
+    log: SharedLogConfig = SharedLogConfig()
 
     @classmethod
     def prepare(cls, values: Values) -> None:
-        """The server that is started is the one that the orchestrator talks to, unless an address is given."""
-        port = values.get(("inference", "server", "port"), default=ServerConfig().port)
-        host = values.get(("inference", "server", "host"), default="localhost")
-        host = "localhost" if host in ("0.0.0.0", "::") else host
-        if values.get(("inference",)) is not None and values.get(("orchestrator", "client", "base_url")) is None:
-            origin = values.origin(("inference", "server", "port"))
-            values.put(Setting(("orchestrator", "client", "base_url"), [f"http://{host}:{port}/v1"], origin))
+        """Fill in, before validation, what follows from other keys."""
+        resolve_gpu_counts(values)
+        _name_wandb_runs(values)
+        _fit_server_to_run(values)
+        _fit_parallelism_to_gpus(values)
+        _serve_adapter(values)
+        _meet_server(values)
 
     @model_validator(mode="after")
     def _server_and_client_meet(self) -> Any:
         if self.inference is None:
             return self
-        port, base_url = self.inference.server.port, self.orchestrator.client.base_url[0]
+        port, base_urls = self.inference.server.port, self.orchestrator.client.base_url
         if port == 0:
             raise ValueError("inference.server.port 0 is for a server of its own; with rl, name the port")
-        if urlsplit(base_url).port != port:
+        if all(urlsplit(address).port != port for address in base_urls):
             raise ValueError(
-                f"orchestrator.client.base_url is {base_url} but the server that is started listens on port {port}; "
+                f"orchestrator.client.base_url is {base_urls[0]} but the server that is started listens on port {port}; "
                 "set inference.server.port to match, or leave [inference] out to use a running server"
             )
         return self
 
     @model_validator(mode="after")
-    def _one_gpu_a_process(self) -> Any:
-        for name, ids in (("inference_gpu_ids", self.inference_gpu_ids), ("trainer_gpu_ids", self.trainer_gpu_ids)):
-            if ids is not None and len(ids) != 1:
-                raise ValueError(f"{name}: exactly one GPU for now, got {list(ids)}; several come with a later version")
+    def _one_model(self) -> Any:
+        tokenizer = self.trainer.tokenizer.name
+        if tokenizer not in (None, self.model.name):
+            raise ValueError(
+                f"trainer.tokenizer.name is {tokenizer!r} but model.name is {self.model.name!r}: the server and the "
+                "environments use the model's tokenizer; leave trainer.tokenizer.name out"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _gpus(self) -> Any:
+        keys = ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")
+        for key in keys:
+            ids = getattr(self, key)
+            if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
+                raise ValueError(f"{key} must be different indices from 0, at least one, got {list(ids)}")
+        parallel = self.inference.parallel if self.inference else None
+        if parallel and self.inference_gpu_ids and parallel.dp * parallel.tp != len(self.inference_gpu_ids):
+            raise ValueError(
+                f"inference.parallel needs dp x tp = {parallel.dp} x {parallel.tp} = {parallel.dp * parallel.tp} GPUs, "
+                f"but inference_gpu_ids names {len(self.inference_gpu_ids)}; drop inference.parallel.dp, it follows"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _broadcast_over_nccl(self) -> Any:
+        if not isinstance(self.trainer.weight_broadcast, NCCLBroadcastConfig):
+            return self
+        gpus = {*(self.inference_gpu_ids or ()), *(self.trainer_gpu_ids or ())}
+        if self.inference_gpu_ids and self.trainer_gpu_ids and len(gpus) < 2:
+            raise ValueError("weight_broadcast.type nccl needs a GPU for each side; use filesystem on one GPU")
+        for key in ("host", "port"):
+            here, there = (getattr(c.weight_broadcast, key) for c in (self.trainer, self.orchestrator))
+            if here != there:
+                raise ValueError(f"trainer.weight_broadcast.{key} is {here!r} but orchestrator's is {there!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Any:
+        if (
+            self.trainer.loss.type == "default"
+            and self.trainer.loss.teacher_tau
+            and not self.orchestrator.teacher_model
+        ):
+            raise ValueError("trainer.loss.teacher_tau needs a teacher: add [orchestrator.teacher_model]")
+        if self.teacher_gpu_ids and self.teacher_inference is None:
+            raise ValueError("teacher_gpu_ids are for [teacher_inference]; add it, or drop them")
+        return self
+
+
+def _is_on(values: Values, section: str) -> bool:
+    return values.get(tuple(section.split("."))) is not None
+
+
+def _name_wandb_runs(values: Values) -> None:
+    """Trainer and orchestrator are runs of their own: the shared name gets a suffix."""
+    name = values.get(("wandb", "name"))
+    for component in _TRAINED if name is not None else ():
+        if values.get((component, "wandb", "name")) is None:
+            values.put(Setting((component, "wandb", "name"), f"{name}-{component}", values.origin(("wandb", "name"))))
+
+
+def _fit_server_to_run(values: Values) -> None:
+    """The server has the run's model, unless it names a copy of it, and serves rollouts that can be trained on."""
+    if not _is_on(values, "inference"):
+        return
+    name, served = values.get(("model", "name")), values.get(("inference", "model", "name"))
+    if served is None and name is not None:
+        values.put(Setting(("inference", "model", "name"), name, values.origin(("model", "name"))))
+    elif served is not None and name is None:  # the only place that names a model names that of all
+        origin = values.origin(("inference", "model", "name"))
+        for key in ("model.name", *RLConfig.shared["model.name"]):
+            values.put(Setting(tuple(key.split(".")), served, origin))
+    elif served != name:
+        values.notices.append(
+            f"inference.model.name is {served!r} and model.name {name!r}: is the first a (quantised) copy of the second?"
+        )
+    seq_len = values.get(("seq_len",), default=RLConfig.model_fields["seq_len"].default)
+    max_model_len = values.get(("max_model_len",))
+    if max_model_len is None:
+        origin = f"follows seq_len: {values.origin(('seq_len',))}"
+        for key in ("max_model_len", *RLConfig.shared["max_model_len"]):
+            values.put(Setting(tuple(key.split(".")), seq_len, origin))
+    elif str(max_model_len).isdigit() and str(seq_len).isdigit() and int(max_model_len) > int(seq_len):
+        values.notices.append(
+            f"max_model_len {max_model_len} is more than seq_len {seq_len}: rollouts longer than seq_len cannot be trained "
+            "on whole; they are dropped and counted"
+        )
+
+
+def _fit_parallelism_to_gpus(values: Values) -> None:
+    """The GPUs that are named decide over copies of the model, and over ranks of the trainer."""
+    ids, tp = values.get(("inference_gpu_ids",)), values.get(("inference", "parallel", "tp"), default=1)
+    if _is_on(values, "inference") and isinstance(ids, list | tuple) and str(tp).isdigit() and int(tp):
+        if values.get(("inference", "parallel", "dp")) is None and len(ids) % int(tp) == 0:
+            origin = values.origin(("inference_gpu_ids",))
+            values.put(Setting(("inference", "parallel", "dp"), len(ids) // int(tp), origin))
+        nccl = ("trainer", "weight_broadcast", "inference_world_size")
+        if values.get(("trainer", "weight_broadcast", "type")) == "nccl" and values.get(nccl) is None:
+            values.put(Setting(nccl, len(ids), values.origin(("inference_gpu_ids",))))
+    ids = values.get(("trainer_gpu_ids",))
+    if isinstance(ids, list | tuple) and values.get(("orchestrator", "num_train_workers")) is None:
+        shards = [values.get(("trainer", "model", key), default=1) for key in ("cp", "tp")]
+        if all(str(shard).isdigit() and int(shard) for shard in shards):
+            ranks = max(1, len(ids) // (int(shards[0]) * int(shards[1])))
+            origin = values.origin(("trainer_gpu_ids",))
+            values.put(Setting(("orchestrator", "num_train_workers"), ranks, origin))
+
+
+def _serve_adapter(values: Values) -> None:
+    """A server of an adapter that is trained must be able to load it."""
+    lora = ("trainer", "model", "lora")
+    if not (_is_on(values, "trainer.model.lora") and _is_on(values, "inference")):
+        return
+    rank = values.get((*lora, "rank"), default=LoRAConfig.model_fields["rank"].default)
+    if values.get(("inference", "enable_lora")) is None:
+        values.put(Setting(("inference", "enable_lora"), True, values.origin(lora)))
+    if values.get(("inference", "max_lora_rank")) is None and str(rank).isdigit():
+        fitting = [size for size in LORA_RANKS if size >= int(rank)]
+        if fitting:
+            values.put(Setting(("inference", "max_lora_rank"), fitting[0], values.origin(lora)))
+
+
+def _meet_server(values: Values) -> None:
+    """The server that is started is the one that the orchestrator talks to, unless an address is given."""
+    port = values.get(("inference", "server", "port"), default=ServerConfig().port)
+    host = values.get(("inference", "server", "host"), default="localhost")
+    host = "localhost" if host in ("0.0.0.0", "::") else host
+    if _is_on(values, "inference") and values.get(("orchestrator", "client", "base_url")) is None:
+        origin = values.origin(("inference", "server", "port"))
+        values.put(Setting(("orchestrator", "client", "base_url"), [f"http://{host}:{port}/v1"], origin))

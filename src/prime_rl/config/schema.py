@@ -1,10 +1,14 @@
 """Questions about a configuration class: what a dotted path leads to, and which keys there are."""
 
+import ast
+import functools
+import inspect
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -94,6 +98,20 @@ def find(root: type[BaseModel], path: Path) -> Target | None:
     return target
 
 
+def field_at(root: type[BaseModel], path: Path) -> FieldInfo | None:
+    """The field that `path` ends at; None for an entry of a list or free table, and where there is none."""
+    target = find(root, path[:-1])
+    if not path or target is None:
+        return None
+    return fields_of(target.sections).get(str(path[-1]))
+
+
+def is_switch(root: type[BaseModel], path: Path) -> bool:
+    """Whether `path` is an optional section that is off by default: `--name` switches it on."""
+    field = field_at(root, path)
+    return field is not None and field.default is None and bool(target_of(field.annotation).sections)
+
+
 def keys_at(root: type[BaseModel], path: Path) -> list[str]:
     """The keys that `path` may be followed by."""
     target = find(root, path)
@@ -107,3 +125,32 @@ def all_keys(root: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[st
         yield ".".join(path)
         for section in target_of(field.annotation).sections:
             yield from all_keys(section, path)
+
+
+@functools.cache
+def documentation(cls: type[BaseModel]) -> dict[str, str]:
+    """The docstring under each field of a section, in one line; "" for a field without. Inherited fields included."""
+    texts = dict.fromkeys(cls.model_fields, "")
+    for owner in reversed(cls.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            texts |= {name: text for name, text in _written_under_fields(owner).items() if name in texts}
+    return texts
+
+
+def _written_under_fields(cls: type[BaseModel]) -> dict[str, str]:
+    body = next((node.body for node in _module(cls.__module__).body if _is_class(node, cls.__name__)), [])
+    texts: dict[str, str] = {}
+    for node, following in zip(body, body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
+                texts[node.target.id] = " ".join(following.value.value.split())
+    return texts
+
+
+def _is_class(node: ast.stmt, name: str) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef) and node.name == name
+
+
+@functools.cache
+def _module(name: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[name]))

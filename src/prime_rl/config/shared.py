@@ -4,15 +4,19 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
 class BaseConfig(BaseModel):
-    """Frozen, refuses unknown keys, and every field carries a docstring (unit, meaning of the default)."""
+    """Frozen, refuses unknown keys, and every field carries a docstring (unit, meaning of the default).
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    The docstrings are read from the source when somebody asks for them (`schema.documentation`): pydantic would read
+    them at every start, which doubles the time to load the classes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class ModelConfig(BaseConfig):
@@ -21,19 +25,75 @@ class ModelConfig(BaseConfig):
     name: str = DEFAULT_MODEL
     """A local directory in Hugging Face format, or a hub name."""
 
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run here."""
 
-class LogConfig(BaseConfig):
+
+class TokenizerConfig(BaseConfig):
+    """Which tokenizer."""
+
+    name: str | None = None
+    """A local directory or a hub name. None: the model's."""
+
+    trust_remote_code: bool | None = None
+    """Whether code that comes with the tokenizer may run here. None: as for the model."""
+
+    chat_template: str | None = None
+    """Jinja template of a conversation, or a file with one. None: the tokenizer's own."""
+
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+class SharedLogConfig(BaseConfig):
+    """What the processes write to their logs."""
+
+    level: Level = "info"
+    """The least severe kind of line that is written."""
+
+    file: bool = True
+    """Whether a process that is started alone writes its log to `logs/` too."""
+
+    json_logging: bool = False
+    """Whether a log line is a JSON object instead of text."""
+
+
+class LogConfig(SharedLogConfig):
     """What a process writes to its log."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe kind of line that is written."""
+    vf_level: Level = "warning"
+    """The same for the environments' library (`verifiers`)."""
+
+    env_worker_logs: bool = True
+    """Whether each environment's workers write to `logs/envs/`."""
+
+    log_data: bool = False
+    """Whether the first sample of every batch is logged as text."""
+
+    @field_validator("vf_level", "level", mode="before")
+    @classmethod
+    def _short_for_warning(cls, value: Any) -> Any:
+        return "warning" if value == "warn" else value
+
+
+class ElasticConfig(BaseConfig):
+    """Servers that come and go behind one name."""
+
+    hostname: str
+    """Name whose addresses are the servers."""
+
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port of each."""
+
+    sync_interval: float = Field(default=5.0, gt=0)
+    """Seconds between two looks at who is there."""
 
 
 class ClientConfig(BaseConfig):
     """How to reach the inference server."""
 
     base_url: tuple[str, ...] = ("http://localhost:8000/v1",)
-    """Address of the OpenAI-compatible API, ending in `/v1`. Several servers come with a later version."""
+    """Address of the OpenAI-compatible API, ending in `/v1`; several servers share the work."""
 
     timeout: float = Field(default=1200.0, gt=0)
     """Seconds a single request may take."""
@@ -44,6 +104,14 @@ class ClientConfig(BaseConfig):
     api_key_var: str = "OPENAI_API_KEY"
     """Name of the environment variable that holds the server's bearer key. Unset variable: no key is sent."""
 
+    headers: dict[str, str] = {}
+    """Sent with every request."""
+
+    skip_model_check: bool = False
+    """Whether to go on without asking the server if it serves the model."""
+
+    elastic: ElasticConfig | None = None
+
     @field_validator("base_url", mode="before")
     @classmethod
     def _one_address_is_a_list_of_one(cls, value: Any) -> Any:
@@ -51,15 +119,16 @@ class ClientConfig(BaseConfig):
 
     @field_validator("base_url")
     @classmethod
-    def _one_server(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(value) != 1:
-            raise ValueError(f"needs exactly one address, got {len(value)}")
-        if not value[0].startswith(("http://", "https://")):
-            raise ValueError(f"{value[0]!r} is no address; write it as http://host:port/v1")
-        try:
-            urlsplit(value[0]).port  # noqa: B018  # it is the look that raises
-        except ValueError:
-            raise ValueError(f"{value[0]!r} has no valid port; write it as http://host:port/v1") from None
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("needs an address, like http://localhost:8000/v1")
+        for address in value:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"{address!r} is no address; write it as http://host:port/v1")
+            try:
+                urlsplit(address).port  # noqa: B018  # it is the look that raises
+            except ValueError:
+                raise ValueError(f"{address!r} has no valid port; write it as http://host:port/v1") from None
         return value
 
 
@@ -68,6 +137,9 @@ class SamplingConfig(BaseConfig):
 
     temperature: float = Field(default=1.0, ge=0, le=2)
     """Divides the logits before the softmax; the trainer divides by the same value. 0 is greedy (evaluation only)."""
+
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides the probability of tokens that are already there. 1: none (training needs 1)."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens sampled per model turn. None: as many as fit the context."""
@@ -80,6 +152,16 @@ class SamplingConfig(BaseConfig):
 
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as the server names them."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Any:
+        twice = sorted(set(self.extra_body) & set(type(self).model_fields))
+        if twice:
+            raise ValueError(
+                f"{twice[0]} stands in extra_body and is a key of its own here: the server would get it twice; "
+                f"remove it from extra_body and set sampling.{twice[0]}"
+            )
+        return self
 
 
 class EnvConfig(BaseConfig):

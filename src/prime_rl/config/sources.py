@@ -38,6 +38,7 @@ class Values:
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
     def origin(self, path: Path) -> str:
         """Where `path`, or the nearest table around it, was written."""
@@ -348,7 +349,7 @@ def nearest_key(root: type[BaseModel], path: Path) -> str | None:
     return close[0] if close else None
 
 
-def merge(*layers: Sequence[Setting]) -> Values:
+def merge(root: type[BaseModel], *layers: Sequence[Setting]) -> Values:
     """Lay settings over each other; later layers and later settings win."""
     values = Values()
     for layer in layers:

@@ -3,9 +3,88 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from prime_rl.config.shared import DEFAULT_OUTPUT_DIR, BaseConfig, Device, LogConfig, ModelConfig
+from prime_rl.config.algorithms import LossConfig, RLLossConfig
+from prime_rl.config.artifacts import (
+    FilesystemBroadcastConfig,
+    FilesystemTransportConfig,
+    NCCLBroadcastConfig,
+    TrainerCheckpointConfig,
+    TransportConfig,
+    WeightBroadcastConfig,
+    WeightsConfig,
+)
+from prime_rl.config.monitors import HeartbeatConfig, MetricsServerConfig, TrainerWandbConfig
+from prime_rl.config.shared import (
+    DEFAULT_OUTPUT_DIR,
+    BaseConfig,
+    Device,
+    LogConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
+
+
+class ActivationCheckpointConfig(BaseConfig):
+    """Recomputes activations in the backward pass instead of keeping them."""
+
+    freq: int = Field(default=1, ge=1)
+    """Every how many layers; 1 is every layer."""
+
+    mode: Literal["full", "selective"] = "full"
+    """full: whole layers. selective: only `targets` inside them."""
+
+    targets: tuple[str, ...] = ("norm",)
+    """What is recomputed in a layer with `mode = "selective"`."""
+
+
+class ActivationOffloadingConfig(BaseConfig):
+    """Keeps activations in the host's memory between forward and backward."""
+
+    pin_memory: bool = True
+    """Whether that memory is pinned, which makes copies faster."""
+
+    max_inflight_activations: int = Field(default=5, ge=1)
+    """Most copies under way."""
+
+
+class CompileConfig(BaseConfig):
+    """Compiles each layer with `torch.compile`."""
+
+    fullgraph: bool = False
+    """Whether a layer that cannot be compiled whole is an error."""
+
+
+class LoRAConfig(BaseConfig):
+    """Low-rank adapters (arXiv 2106.09685) instead of all weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of an adapter."""
+
+    alpha: float = Field(default=32.0, ge=0)
+    """An adapter's output is scaled by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0, le=1)
+    """Share of an adapter's inputs that are dropped in training."""
+
+    target_modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"),
+    )
+    """Modules that get an adapter: names, or regular expressions."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapters."""
+
+
+class DebugModelConfig(BaseConfig):
+    """For measuring and testing the system itself."""
+
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first layers. None: all."""
+
+    random_init: bool = False
+    """Whether weights are initialised from the seed although there are some."""
 
 
 class TrainerModelConfig(ModelConfig):
@@ -14,8 +93,70 @@ class TrainerModelConfig(ModelConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens of one packed micro-batch; no sample may be longer."""
 
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """Model code. custom: ours. hf: the `transformers` library's. auto: ours where it knows the architecture."""
+
+    attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "fa4"] = "auto"
+    """Attention kernel. auto: the fastest that is there."""
+
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of forward and backward. Master weights and optimizer state stay float32."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are added up over GPUs."""
+
+    compile: CompileConfig | None = None
+    ac: ActivationCheckpointConfig | None = None
+    ac_offloading: ActivationOffloadingConfig | None = None
+    lora: LoRAConfig | None = None
+
+    fsdp_cpu_offload: bool = False
+    """Whether weights, gradients and optimizer state live in the host's memory."""
+
+    optim_cpu_offload: bool = False
+    """Whether only the optimizer state does."""
+
+    reshard_after_forward: bool = True
+    """Whether a layer's gathered weights are dropped between forward and backward: less memory, more communication."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Groups of GPUs that each hold the whole model (HSDP)."""
+
+    ep: int = Field(default=1, ge=1)
+    """GPUs that share the experts of a mixture-of-experts layer."""
+
+    tp: int = Field(default=1, ge=1)
+    """GPUs that share each matrix multiplication."""
+
+    cp: int = Field(default=1, ge=1)
+    """GPUs that share a sequence."""
+
+    moe_use_grouped_mm: bool = True
+    """Whether experts are computed by one grouped matrix multiplication."""
+
+    fused_lm_head_chunk_size: int | Literal["auto", "disabled"] = "auto"
+    """Tokens of which logits exist at the same time. auto: chosen by us; disabled: all."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+
+    @field_validator("attn", mode="before")
+    @classmethod
+    def _long_for_fa4(cls, value: Any) -> Any:
+        return "fa4" if value == "flash_attention_4" else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Any:
+        if self.trust_remote_code and self.impl == "custom":
+            raise ValueError('trust_remote_code runs the model\'s own code: set impl to "hf" or "auto"')
+        if self.cp > 1 and self.attn in ("sdpa",):
+            raise ValueError(
+                "cp above 1 needs flash attention: set attn to auto, flash_attention_2 or flash_attention_3"
+            )
+        if self.fsdp_cpu_offload and self.optim_cpu_offload:
+            raise ValueError("fsdp_cpu_offload offloads the optimizer too: set only one of it and optim_cpu_offload")
+        if isinstance(self.fused_lm_head_chunk_size, int) and self.fused_lm_head_chunk_size < 512:
+            raise ValueError(f"fused_lm_head_chunk_size must be 512 or more, got {self.fused_lm_head_chunk_size}")
+        return self
 
 
 class AdamWConfig(BaseConfig):
@@ -37,6 +178,39 @@ class AdamWConfig(BaseConfig):
 
     betas2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the running mean of its square."""
+
+
+class SGDConfig(BaseConfig):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = "sgd"
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Learning rate at its peak."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decay per step, times lr."""
+
+    max_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the running mean of the gradient."""
+
+    nesterov: bool = True
+    """Whether the step looks ahead along the momentum."""
+
+
+class MuonConfig(AdamWConfig):
+    """Muon for matrices, AdamW for everything else."""
+
+    type: Literal["muon"] = "muon"  # type: ignore[assignment]  # the tag is what tells the two apart
+
+    mu: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of the matrices' updates."""
+
+
+OptimizerConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig, Field(discriminator="type")]
 
 
 class ConstantSchedulerConfig(BaseConfig):
@@ -77,29 +251,11 @@ SchedulerConfig = Annotated[
 ]
 
 
-class LossConfig(BaseConfig):
-    """Importance-weighted policy gradient with masked tokens; formula and sources in `trainer.rl.loss`."""
+class BenchConfig(BaseConfig):
+    """Four steps, the first to warm up, then a table of step time, tokens/s, MFU and memory."""
 
-    type: Literal["default"] = "default"
-
-    dppo_mask_low: float = Field(default=0.2, ge=0)
-    """Tokens of advantage <= 0 are left out when their probability fell by more than this since they were sampled."""
-
-    dppo_mask_high: float = Field(default=0.2, ge=0)
-    """Tokens of advantage > 0 are left out when their probability rose by more than this since they were sampled."""
-
-    adv_tau: float = Field(default=1.0, ge=0)
-    """Factor of the policy-gradient term."""
-
-    kl_tau: float = Field(default=1e-3, ge=0)
-    """Factor of the squared log-ratio, which pulls the policy towards the one that sampled."""
-
-
-class WeightsConfig(BaseConfig):
-    """Which `weights/step_N` stay on disk."""
-
-    interval: int | None = Field(default=None, ge=1)
-    """Keep every N-th step's weights for good. None: only those the run still needs, and the last."""
+    output_json: Path | None = None
+    """File that the table is written to as well. None: none."""
 
 
 class DebugConfig(BaseConfig):
@@ -113,10 +269,25 @@ class _BaseTrainerConfig(BaseConfig):
     """What RL and SFT configure alike."""
 
     model: TrainerModelConfig = TrainerModelConfig()
-    optim: AdamWConfig = AdamWConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    optim: OptimizerConfig = AdamWConfig()
     scheduler: SchedulerConfig = ConstantSchedulerConfig()
+    ckpt: TrainerCheckpointConfig | None = None
     weights: WeightsConfig = WeightsConfig()
+    wandb: TrainerWandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    metrics_server: MetricsServerConfig | None = None
+    bench: BenchConfig | None = None
     debug: DebugConfig = DebugConfig()
+
+    memory_profiler_path: Path | None = None
+    """Directory for snapshots of GPU memory. None: none are taken."""
+
+    trace_path: Path | None = None
+    """Directory for a trace of every step, for at most 10 of them. None: none is taken."""
+
+    dist_timeout_seconds: int = Field(default=600, ge=1)
+    """Seconds after which a rank that waits for the others gives up."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps. None: until stopped."""
@@ -133,6 +304,17 @@ class _BaseTrainerConfig(BaseConfig):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
+    def _fits_together(self) -> Any:
+        if self.trace_path is not None and (self.max_steps is None or self.max_steps >= 10):
+            raise ValueError("trace_path writes a large file a step: set max_steps below 10")
+        if isinstance(self.optim, MuonConfig) and self.model.fsdp_cpu_offload:
+            raise ValueError("optim.type muon does not go with model.fsdp_cpu_offload; use adamw, or drop the offload")
+        weights = self.ckpt.weights if self.ckpt else None
+        if weights is not None and weights.save_adapter_separately and self.model.lora is None:
+            raise ValueError("ckpt.weights.save_adapter_separately needs an adapter: add [model.lora], or drop it")
+        return self
+
+    @model_validator(mode="after")
     def _schedule_fits(self) -> Any:
         if isinstance(self.scheduler, ConstantSchedulerConfig):
             return self
@@ -147,16 +329,71 @@ class _BaseTrainerConfig(BaseConfig):
         return self
 
 
+class FakeDataConfig(BaseConfig):
+    """Batches made up on the spot, to run or measure the trainer alone."""
+
+    batch_size: int = Field(default=2, ge=1)
+    """Samples a step."""
+
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Samples of `seq_len` tokens in one micro-batch."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Tokens of a sample. None: `model.seq_len`."""
+
+    length: Literal["fixed", "variable"] = "fixed"
+    """fixed: every sample has `seq_len` tokens. variable: between 2 and that many, packed."""
+
+    generate_samples: bool = False
+    """Whether each step has samples of its own; else every step sees the same."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> Any:
+        check_divisible(self.batch_size, self.micro_batch_size)
+        return self
+
+
+class RLDataConfig(BaseConfig):
+    """Where batches come from."""
+
+    fake: FakeDataConfig | None = None
+    """None: the orchestrator's batches."""
+
+
+def check_divisible(batch_size: int, micro_batch_size: int) -> None:
+    """A batch is a whole number of micro-batches. Raises: ValueError with a size that fits."""
+    if batch_size % micro_batch_size:
+        near = max(micro_batch_size, batch_size - batch_size % micro_batch_size)
+        raise ValueError(
+            f"batch_size must be divisible by micro_batch_size, got {batch_size} and {micro_batch_size}; try "
+            f"batch_size {near}"
+        )
+
+
 class TrainerConfig(_BaseTrainerConfig):
     """`trainer`: turns batch n and weights n into weights n + 1."""
 
-    loss: LossConfig = LossConfig()
+    data: RLDataConfig = RLDataConfig()
+    loss: RLLossConfig = LossConfig()
+    weight_broadcast: WeightBroadcastConfig = FilesystemBroadcastConfig()
+    rollout_transport: TransportConfig = FilesystemTransportConfig()
 
     max_async_level: int = Field(default=1, ge=0)
     """How many steps generation may run ahead; weights that it may still need are kept on disk."""
 
     batch_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for a batch of the orchestrator before the run ends with an error."""
+
+    max_concurrent_runs: int = Field(default=1, ge=1)
+    """Runs, each with an adapter of its own, that share this trainer."""
+
+    @model_validator(mode="after")
+    def _broadcast_fits(self) -> Any:
+        if not isinstance(self.weight_broadcast, NCCLBroadcastConfig):
+            return self
+        if self.max_async_level != 1:
+            raise ValueError(f"weight_broadcast.type nccl needs max_async_level 1, got {self.max_async_level}")
+        return self
 
 
 class LossMaskConfig(BaseConfig):
@@ -168,20 +405,52 @@ class LossMaskConfig(BaseConfig):
     tool: bool = False
 
 
-class SFTDataConfig(BaseConfig):
-    """The data set, and how it is batched."""
-
-    name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """A JSONL or Parquet file, a directory of them, or a hub data set; rows of `messages` or `prompt`/`completion`."""
-
-    splits: tuple[str, ...] | None = None
-    """Splits of a hub data set. None: `train`."""
+class _BaseDataConfig(BaseConfig):
+    """How data are batched."""
 
     batch_size: int = Field(default=128, ge=1)
     """Packed rows of `seq_len` tokens per step."""
 
     seq_len: int = Field(default=128, ge=2)
     """Tokens per packed row. A longer example is skipped and counted."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows per micro-batch. None: as many as fit into `model.seq_len` tokens."""
+
+    pack_function: Literal["cat", "stack"] = "cat"
+    """cat: examples end to end in a row. stack: one example a row, rows of like length together."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> Any:
+        if self.micro_batch_size is not None:
+            check_divisible(self.batch_size, self.micro_batch_size)
+        if self.pack_function == "stack" and self.seq_len % 256:
+            raise ValueError(f"pack_function stack needs a seq_len divisible by 256, got {self.seq_len}")
+        return self
+
+
+class SFTDataConfig(_BaseDataConfig):
+    """The data set, and how it is batched."""
+
+    type: Literal["sft"] = "sft"
+
+    name: str = "PrimeIntellect/Reverse-Text-SFT"
+    """A JSONL or Parquet file, a directory of them, or a hub data set; rows of `messages` or `prompt`/`completion`."""
+
+    subsets: tuple[str, ...] | None = None
+    """Subsets of a hub data set. None: its default one."""
+
+    splits: tuple[str, ...] | None = None
+    """Splits of a hub data set. None: `train`."""
+
+    probabilities: tuple[float, ...] | None = None
+    """How often each subset or split is drawn. None: one after the other."""
+
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When an epoch over several subsets ends: when all of them have, or the first."""
+
+    num_examples: int | None = Field(default=None, ge=1)
+    """Use only the first examples. None: all."""
 
     shuffle: bool = True
     """Whether each epoch has an order of its own."""
@@ -191,11 +460,45 @@ class SFTDataConfig(BaseConfig):
 
     loss_mask: LossMaskConfig = LossMaskConfig()
 
+    @model_validator(mode="after")
+    def _subsets_and_splits_match(self) -> Any:
+        lists = {"subsets": self.subsets, "splits": self.splits, "probabilities": self.probabilities}
+        lengths = {name: len(given) for name, given in lists.items() if given is not None}
+        if self.probabilities is not None and len(lengths) == 1:
+            raise ValueError("probabilities are those of subsets or splits: set one of these too")
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"subsets, splits and probabilities belong together, got {lengths} of them")
+        return self
+
+
+class SFTFakeDataConfig(_BaseDataConfig):
+    """Rows made up on the spot, to run or measure the trainer alone."""
+
+    type: Literal["fake"] = "fake"
+
+    length: Literal["fixed", "variable"] = "fixed"
+    """fixed: every example fills a row. variable: between 2 and `seq_len` tokens, packed."""
+
+    input_ids: Literal["increasing", "random"] = "increasing"
+    """Which tokens."""
+
+
+AnySFTDataConfig = Annotated[SFTDataConfig | SFTFakeDataConfig, Field(discriminator="type")]
+
 
 class SFTConfig(_BaseTrainerConfig):
     """`sft`: supervised fine-tuning on conversations."""
 
-    data: SFTDataConfig = SFTDataConfig()
+    data: AnySFTDataConfig = SFTDataConfig()
+
+    loss_impl: Literal["torch", "liger"] = "torch"
+    """Code of the cross-entropy."""
 
     clean: bool = False
     """Delete what an earlier run left in the run directory. Without it, a used directory is refused."""
+
+    @model_validator(mode="after")
+    def _parallel_fits(self) -> Any:
+        if self.model.cp > 1 and (self.data.pack_function != "cat" or self.data.seq_len % self.model.cp):
+            raise ValueError("model.cp above 1 needs data.pack_function cat and a data.seq_len divisible by it")
+        return self

@@ -6,12 +6,14 @@ launcher that is killed leaves nothing behind: every process watches it (`lifeli
 """
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from types import FrameType
 import psutil
 
 from prime_rl import lifeline
+from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import write_toml
+from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError, ProcessFailed
 from prime_rl.launch.plan import Machine, ProcessSpec, config_path
 from prime_rl.paths import RunPaths
@@ -29,8 +33,12 @@ from prime_rl.paths import RunPaths
 POLL_S = 0.2
 GRACE_S = 5.0
 NUM_LAST_LINES = 15
-OWN_ENTRIES = ("configs", "logs", "rollouts", "weights", "evals", "eval", "orchestrator", "trainer", "reward.svg")
-RESULTS = ("rollouts", "weights")
+PROBE_TIMEOUT_S = 2.0
+OWN_ENTRIES = (
+    *("configs", "logs", "rollouts", "weights", "checkpoints", "evals", "eval", "orchestrator", "trainer"),
+    "reward.svg",
+)
+RESULTS = ("rollouts", "weights", "checkpoints")
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
@@ -53,19 +61,40 @@ def _count_gpus() -> int:
     return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
 
 
-def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
-    """Make the run directory ours: refuse one that holds another run's batches or weights, or with `clean` delete it.
+def named_machine(environment: Mapping[str, str]) -> Machine | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, looked at by nobody; None where it is not set."""
+    return this_machine(environment) if "CUDA_VISIBLE_DEVICES" in environment else None
 
-    What a run that failed before its first batch has left (logs, empty metrics) is deleted unasked. Only entries that a
-    run makes are ever deleted. Raises ConfigError.
-    """
+
+def find_server(config: InferenceConfig) -> ClientConfig | None:
+    """A server that already runs where `config` would start one on this machine; None when nobody answers."""
+    address = f"http://localhost:{config.server.port}"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{address}/health", timeout=PROBE_TIMEOUT_S):
+            return ClientConfig(base_url=(f"{address}/v1",))
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def check_run_dir(output_dir: Path, *, clean: bool) -> bool:
+    """Whether the run directory holds another run's batches or weights. Raises: ConfigError if it does, unless `clean`."""
     found = [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
     if found and not clean:
         raise ConfigError(
             f"{output_dir} already holds a run ({', '.join(found)}); "
             "choose another directory with --output-dir, or delete that run with --clean"
         )
-    if not found or clean:
+    return bool(found)
+
+
+def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
+    """Make the run directory ours: refuse one that holds another run's batches or weights, or with `clean` delete it.
+
+    What a run that failed before its first batch has left (logs, empty metrics) is deleted unasked. Only entries that a
+    run makes are ever deleted. Raises ConfigError.
+    """
+    if not check_run_dir(output_dir, clean=clean) or clean:
         for name in OWN_ENTRIES:
             entry = output_dir / name
             if entry.is_dir() and not entry.is_symlink():

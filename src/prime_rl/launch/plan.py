@@ -48,8 +48,14 @@ class Machine:
     num_cpus: int
 
 
-def plan_rl(config: RLConfig, machine: Machine) -> list[ProcessSpec]:
-    """The processes of `rl`, in the order in which they are started. ConfigError where the GPUs do not suffice."""
+def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
+    """The processes of `rl`, in the order in which they are started. ConfigError where the GPUs do not suffice.
+
+    `machine` None: one that is not known yet and has whatever the configuration names.
+    """
+    if machine is None:
+        named = (*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ()), *(config.teacher_gpu_ids or ()))
+        machine = Machine(gpus=tuple(map(str, range(max(named, default=-1) + 1))), num_cpus=1)
     inference_ids, trainer_ids = _gpu_ids(config, len(machine.gpus))
     specs = []
     if config.inference is not None:
@@ -91,7 +97,7 @@ def config_path(spec: ProcessSpec, output_dir: Path) -> Path:
 
 def _gpu_ids(config: RLConfig, num_gpus: int) -> tuple[Sequence[int], Sequence[int]]:
     """GPU ids of server and trainer; explicit ones must be visible, absent ones take what there is."""
-    ids = {"inference_gpu_ids": config.inference_gpu_ids, "trainer_gpu_ids": config.trainer_gpu_ids}
+    ids = {key: getattr(config, key) for key in ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")}
     for key, given in ids.items():
         missing = [gpu for gpu in given or () if gpu >= num_gpus]
         if missing:
@@ -100,9 +106,23 @@ def _gpu_ids(config: RLConfig, num_gpus: int) -> tuple[Sequence[int], Sequence[i
                 f"{key} asks for GPU {missing[0]}, but {seen} can be seen on this machine "
                 f"(CUDA_VISIBLE_DEVICES counts); without GPUs, this runs anywhere: {CPU_EXAMPLE}"
             )
-    inference = config.inference_gpu_ids or ((0,) if num_gpus and config.inference is not None else ())
-    trainer = config.trainer_gpu_ids or ((min(len(inference), num_gpus - 1),) if num_gpus else ())
+    inference = config.inference_gpu_ids or _first_gpus(config, num_gpus)
+    free = [gpu for gpu in range(num_gpus) if gpu not in inference]
+    trainer = config.trainer_gpu_ids or ((free[0] if free else num_gpus - 1,) if num_gpus else ())
     return inference, trainer
+
+
+def _first_gpus(config: RLConfig, num_gpus: int) -> Sequence[int]:
+    """What the server gets when nobody says: as many of the first GPUs as its copies and shards need."""
+    if config.inference is None or num_gpus == 0:
+        return ()
+    needed = config.inference.parallel.dp * config.inference.parallel.tp
+    if needed > num_gpus:
+        raise ConfigError(
+            f"inference.parallel needs dp x tp = {needed} GPUs, but only {num_gpus} can be seen on this machine "
+            "(CUDA_VISIBLE_DEVICES counts)"
+        )
+    return range(needed)
 
 
 def _placed(machine: Machine, gpu_ids: Sequence[int]) -> dict[str, str]:

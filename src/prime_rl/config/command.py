@@ -1,0 +1,133 @@
+"""What every command does with its command line: help, explanation, dry run, and the checks before real work.
+
+    argv -> [--help] -> resolve -> notices -> [--explain KEY] -> [--dry-run: write the files, stop] -> work
+
+A PrimeRLError ends a command with its message and exit code 1; a traceback only with `--log.level debug`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from prime_rl.config.explain import explain
+from prime_rl.config.help import help_text
+from prime_rl.config.load import Resolved, dotted, resolve, to_toml, write_toml
+from prime_rl.config.pending import Wish, wishes
+from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.paths import RunPaths
+
+Config = TypeVar("Config", bound=BaseModel)
+Files = Mapping[str, BaseModel]
+"""Process -> its resolved configuration, written to `configs/<process>.toml`."""
+
+SERVICES = ("inference", "eval")
+"""Processes that may come and go beside a run's results with other configurations."""
+
+HELP, DRY_RUN, EXPLAIN = ("-h", "--help"), ("--dry-run", "--dry_run"), "--explain"
+
+
+def run_command(
+    name: str,
+    root: type[Config],
+    work: Callable[[Config], None],
+    *,
+    argv: Sequence[str] | None = None,
+    files: Callable[[Config], Files] | None = None,
+) -> None:
+    """Do what the command line of command `name` asks for.
+
+    `files` gives what a dry run writes, by default the configuration under the command's name; it may raise
+    ConfigError, for what only a look at the machine can tell.
+    Exits with 1 on a PrimeRLError, with 130 on Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    is_debug = False
+    try:
+        if asked := [word for word in words if word in HELP]:
+            section = words[words.index(asked[0]) + 1 :][:1]
+            _show(help_text(root, name, section[0] if section and section[0][0] not in "-@" else None))
+            return
+        is_dry = any(word in DRY_RUN for word in words)
+        key, words = _take_key([word for word in words if word not in DRY_RUN])
+        resolved = resolve(root, words)
+        is_debug = getattr(getattr(resolved.config, "log", None), "level", "") == "debug"
+        for notice in resolved.notices if is_first_rank() else []:
+            print(f"{name}: note: {notice}", file=sys.stderr)
+        if key is not None:
+            _show(explain(root, resolved, key))
+        elif is_dry:
+            _dry_run(name, resolved, files(resolved.config) if files else {name: resolved.config})
+        else:
+            _refuse_wishes(resolved)
+            work(resolved.config)
+    except PrimeRLError as error:
+        if is_debug:
+            raise
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all that `torchrun` started with the same command line."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
+    """Write `configs/<process>.toml`. Raises: ConfigError rather than overwrite what another run's results came from."""
+    path = paths.config(process)
+    has_results = any(any(root.glob("step_*")) for root in (paths.rollouts, paths.weights))
+    makes_results = process not in SERVICES
+    if has_results and makes_results and path.is_file() and path.read_text(encoding="utf-8") != to_toml(config):
+        raise ConfigError(
+            f"{path} tells how the run in {paths.output_dir} was made, and differs from this configuration; choose another "
+            "directory with --output-dir, or delete that run"
+        )
+    write_toml(config, path)
+
+
+def _dry_run(name: str, resolved: Resolved[Config], files: Files) -> None:
+    if not is_first_rank():
+        return
+    for process, config in files.items():
+        paths = RunPaths(resolved.config.output_dir)  # type: ignore[attr-defined]  # every root has one
+        record_config(config, process, paths)
+        print(f"{name}: wrote {paths.config(process)}")
+    for wish in wishes(resolved.config):
+        print(f"{name}: note: a real start would refuse {_refusal(wish, resolved)}", file=sys.stderr)
+
+
+def _refuse_wishes(resolved: Resolved[Config]) -> None:
+    refusals = {resolved.values.origin(wish.path): _refusal(wish, resolved) for wish in wishes(resolved.config)}
+    if refusals:
+        raise ConfigError("\n".join([*refusals.values(), "--dry-run accepts these; to start, leave them out"]))
+
+
+def _refusal(wish: Wish, resolved: Resolved[Config]) -> str:
+    shown = "" if isinstance(wish.value, BaseModel) else f" = {wish.value!r}"
+    where = resolved.values.origin(wish.path)
+    return f"{dotted(wish.path)}{shown} ({where}): comes with {wish.waits_for}, in a later version"
+
+
+def _take_key(words: list[str]) -> tuple[str | None, list[str]]:
+    """The key after --explain, and the other words."""
+    for index, word in enumerate(words):
+        if word == EXPLAIN or word.startswith(f"{EXPLAIN}="):
+            inline = word.partition("=")[2]
+            end = index + 1 if inline else index + 2
+            key = inline or "".join(words[index + 1 : end])
+            if not key or key.startswith(("-", "@")):
+                raise ConfigError("--explain needs a key, like --explain trainer.optim.lr")
+            return key, words[:index] + words[end:]
+    return None, words
+
+
+def _show(text: str) -> None:
+    """Print a long text; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

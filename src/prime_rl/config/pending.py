@@ -1,0 +1,206 @@
+"""Keys that are part of the schema, and whose reader is not built yet.
+
+`--dry-run` accepts them, so that a file written for what is to come resolves; a real start refuses them with a
+sentence, because a key without effect is worse than one that is missing. A neutral value is no wish for anything: the
+default, and what the entry names besides it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from prime_rl.config.schema import Path
+
+SHARDED = "the trainer on several GPUs"
+SPEED = "the trainer's memory and speed options"
+ALGORITHMS = "the full set of losses, optimizers and advantages"
+VLLM = "the vLLM backend"
+FLEET = "several inference servers"
+NCCL = "weights from GPU to GPU"
+LORA = "LoRA"
+HF_CODE = "models of other architectures"
+ORCHESTRATOR = "the full orchestrator"
+ONLINE_EVAL = "evaluation during training"
+CHECKPOINTS = "checkpoints and resume"
+MONITORS = "monitors"
+BENCHMARKS = "benchmarks of a configuration"
+EVALUATION = "the full evaluation"
+SFT_DATA = "the full SFT data pipeline"
+TENANTS = "several runs that share a trainer"
+EXPERTS = "mixtures of experts and context parallelism"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a key waits for, and its neutral values besides the default."""
+
+    waits_for: str
+    neutral: tuple[Any, ...] = ()
+    max_length: int | None = None
+    """Lists of up to this many entries are neutral."""
+
+
+PENDING: dict[str, Pending] = {
+    **dict.fromkeys(
+        [
+            *("TrainerModelConfig.reduce_dtype", "TrainerModelConfig.reshard_after_forward"),
+            *("TrainerModelConfig.dp_replicate", "TrainerModelConfig.tp", "_BaseTrainerConfig.dist_timeout_seconds"),
+            "OrchestratorConfig.num_train_workers",
+        ],
+        Pending(SHARDED),
+    ),
+    "RLConfig.trainer_gpu_ids": Pending(SHARDED, max_length=1),
+    **dict.fromkeys(
+        [
+            *("TrainerModelConfig.compile", "TrainerModelConfig.ac", "TrainerModelConfig.ac_offloading"),
+            *("TrainerModelConfig.fsdp_cpu_offload", "TrainerModelConfig.optim_cpu_offload"),
+            *("TrainerModelConfig.fused_lm_head_chunk_size", "DebugModelConfig.num_layers"),
+            *("DebugModelConfig.random_init", "_BaseTrainerConfig.memory_profiler_path"),
+            "_BaseTrainerConfig.trace_path",
+        ],
+        Pending(SPEED),
+    ),
+    "TrainerModelConfig.attn": Pending(SPEED, neutral=("sdpa",)),
+    "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
+    "ModelConfig.trust_remote_code": Pending(HF_CODE),
+    "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
+    **dict.fromkeys(
+        ["TrainerModelConfig.ep", "TrainerModelConfig.cp", "TrainerModelConfig.moe_use_grouped_mm"], Pending(EXPERTS)
+    ),
+    **dict.fromkeys(
+        [
+            *("TrainerModelConfig.lora", "InferenceConfig.enable_lora", "InferenceConfig.max_loras"),
+            *("InferenceConfig.max_cpu_loras", "InferenceConfig.max_lora_rank"),
+        ],
+        Pending(LORA),
+    ),
+    **dict.fromkeys(
+        [
+            *("PolicyModelConfig.lora", "OrchestratorConfig.optim", "TrainerConfig.max_concurrent_runs"),
+        ],
+        Pending(TENANTS),
+    ),
+    **dict.fromkeys(
+        [
+            *("LossConfig.teacher_tau", "LossConfig.ratio_type", "LossConfig.token_mask_low"),
+            *("LossConfig.token_mask_high", "LossConfig.geo_mask_low", "LossConfig.geo_mask_high"),
+            *("LossConfig.sequence_mask_low", "LossConfig.sequence_mask_high", "LossConfig.sequence_clip_high"),
+            *("TrainerConfig.loss:custom", "_BaseTrainerConfig.optim:sgd", "_BaseTrainerConfig.optim:muon"),
+            *("OrchestratorConfig.advantage", "OrchestratorConfig.teacher_model", "RLConfig.teacher_inference"),
+            *("RLConfig.teacher_gpu_ids", "TrainSamplingConfig.temp_scheduler"),
+        ],
+        Pending(ALGORITHMS),
+    ),
+    **dict.fromkeys(
+        ["TrainerConfig.weight_broadcast", "OrchestratorConfig.weight_broadcast", "InferenceConfig.weight_broadcast"],
+        Pending(NCCL),
+    ),
+    **dict.fromkeys(["TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport"], Pending(FLEET)),
+    "RLConfig.inference_gpu_ids": Pending(VLLM, max_length=1),
+    **dict.fromkeys(
+        [
+            *("InferenceConfig.parallel", "InferenceConfig.api_server_count", "InferenceModelConfig.enforce_eager"),
+            *("InferenceModelConfig.enable_auto_tool_choice", "InferenceModelConfig.tool_call_parser"),
+            *("InferenceModelConfig.reasoning_parser", "InferenceModelConfig.rope_scaling", "InferenceConfig.vllm"),
+        ],
+        Pending(VLLM),
+    ),
+    "InferenceConfig.backend": Pending(VLLM, neutral=("embedded",)),
+    "ClientConfig.base_url": Pending(FLEET, max_length=1),
+    "ClientConfig.elastic": Pending(FLEET),
+    **dict.fromkeys(
+        [
+            *("OrchestratorConfig.val", "OrchestratorConfig.buffer", "OrchestratorConfig.filters"),
+            *("OrchestratorConfig.renderer", "OrchestratorConfig.token_batch_size", "TrainEnvConfig.ratio"),
+            *("OrchestratorConfig.oversampling_factor", "OrchestratorConfig.mask_env_responses"),
+            *("OrchestratorConfig.strict_async_level", "OrchestratorConfig.tasks_per_minute"),
+        ],
+        Pending(ORCHESTRATOR),
+    ),
+    "OrchestratorConfig.eval": Pending(ONLINE_EVAL),
+    **dict.fromkeys(
+        [
+            *("_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"),
+            "OrchestratorConfig.reload_weights_on_start",
+        ],
+        Pending(CHECKPOINTS),
+    ),
+    **dict.fromkeys(
+        [
+            *("_BaseTrainerConfig.wandb", "OrchestratorConfig.wandb", "RLConfig.wandb", "EvalConfig.wandb"),
+            *("OrchestratorConfig.prime_monitor", "_BaseTrainerConfig.heartbeat", "OrchestratorConfig.heartbeat"),
+            "_BaseTrainerConfig.metrics_server",
+        ],
+        Pending(MONITORS),
+    ),
+    **dict.fromkeys(["_BaseTrainerConfig.bench", "OrchestratorConfig.bench", "RLConfig.bench"], Pending(BENCHMARKS)),
+    **dict.fromkeys(
+        [
+            *("SFTDataConfig.subsets", "SFTDataConfig.probabilities", "SFTDataConfig.stopping_strategy"),
+            *("_BaseDataConfig.pack_function", "SFTConfig.loss_impl", "TokenizerConfig.name"),
+            "TokenizerConfig.chat_template",
+        ],
+        Pending(SFT_DATA),
+    ),
+    **dict.fromkeys(
+        [
+            *("_BaseEvalConfig.save", "_BaseEvalConfig.retry", "_BaseEvalConfig.reasoning_field"),
+            *("_BaseEvalConfig.per_rollout", "EvalConfig.use_tqdm", "EvalConfig.resume_path", "EvalConfig.watcher"),
+            "EvalSamplingConfig.reasoning_effort",
+        ],
+        Pending(EVALUATION),
+    ),
+}
+"""`Class.field` (the class that declares it), or `Class.field:type` for one type of a section -> what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A key that was given a value nothing reads yet."""
+
+    path: Path
+    value: Any
+    waits_for: str
+
+
+def wishes(config: BaseModel, path: Path = ()) -> Iterator[Wish]:
+    """Every pending key of `config` whose value is not neutral; one for a section, not one for each of its keys."""
+    for name, field in type(config).model_fields.items():
+        value, here = getattr(config, name), (*path, name)
+        pending = _pending(type(config), name, value)
+        if pending is not None:
+            if not _is_neutral(value, field.get_default(call_default_factory=True), pending):
+                yield Wish(here, value, pending.waits_for)
+            continue
+        for index, section in _sections(value):
+            yield from wishes(section, here if index is None else (*here, index))
+
+
+def waits_for(cls: type, name: str) -> str | None:
+    """What the key `name` of section `cls` waits for; None for one that is built."""
+    pending = _pending(cls, name, None)
+    return pending.waits_for if pending else None
+
+
+def _pending(cls: type, name: str, value: Any) -> Pending | None:
+    kind = getattr(value, "type", None)
+    for owner in cls.__mro__:
+        for key in (f"{owner.__name__}.{name}", f"{owner.__name__}.{name}:{kind}"):
+            if key in PENDING:
+                return PENDING[key]
+    return None
+
+
+def _is_neutral(value: Any, default: Any, pending: Pending) -> bool:
+    if value == default or value in pending.neutral:
+        return True
+    return pending.max_length is not None and len(value) <= pending.max_length
+
+
+def _sections(value: Any) -> Iterator[tuple[int | None, BaseModel]]:
+    if isinstance(value, BaseModel):
+        yield None, value
+    elif isinstance(value, tuple):
+        yield from ((index, item) for index, item in enumerate(value) if isinstance(item, BaseModel))

@@ -1,0 +1,97 @@
+"""docs/config.md, generated from the schema: `python -m prime_rl.config.reference > docs/config.md`."""
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel
+
+from prime_rl.config.evals import EvalConfig
+from prime_rl.config.help import Entry, entry, summary
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.pending import waits_for
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.schema import documentation, target_of
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+
+ROOTS: Mapping[str, type[BaseModel]] = {
+    "rl": RLConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "sft": SFTConfig,
+    "eval": EvalConfig,
+}
+"""Command -> its configuration."""
+
+INTRODUCTION = """\
+# Configuration
+
+Every key of every command, generated from the schema (`python -m prime_rl.config.reference > docs/config.md`). How values are
+written and which source wins is told in the [README](../README.md#configure-it). On the command line, `trainer.optim.lr` is
+`--trainer.optim.lr`; a dash and an underscore are the same. `COMMAND --explain KEY` tells where a value came from.
+
+A key marked *later* is accepted by `--dry-run`; a real start refuses every value but the default until what it waits for is built.
+"""
+
+
+def reference() -> str:
+    """The whole document, in Markdown."""
+    seen: dict[type[BaseModel], str] = {}
+    parts = [INTRODUCTION]
+    for command, root in ROOTS.items():
+        parts += [f"## {command}", "", summary(root), "", *_section(root, "", seen, command)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str], command: str) -> Iterator[str]:
+    """A table of the plain keys, then each nested section; a section that was shown before is referred to."""
+    texts = documentation(cls)
+    rows = [
+        _row(prefix, entry(name, field, texts[name]), waits_for(cls, name))
+        for name, field in cls.model_fields.items()
+        if not target_of(field.annotation).sections
+    ]
+    if rows:
+        yield from ["| key | type | default | |", "|---|---|---|---|", *rows, ""]
+    for name, field in cls.model_fields.items():
+        key = f"{prefix}{name}"
+        for section in target_of(field.annotation).sections:
+            kind = section.model_fields.get("type")
+            title = (
+                f'{key}` with `type = "{kind.default}"'
+                if kind and len(target_of(field.annotation).sections) > 1
+                else key
+            )
+            yield from _heading(title, section, texts[name], field.default is None, waits_for(cls, name), command)
+            if section in seen:
+                yield from [f"The keys of [{seen[section]}](#{_anchor(seen[section])}).", ""]
+                continue
+            seen[section] = f"{command}: {title}".replace("`", "")
+            yield from _section(section, f"{key}.", seen, command)
+
+
+def _heading(
+    title: str, section: type[BaseModel], text: str, is_off: bool, pending: str | None, command: str
+) -> Iterator[str]:
+    notes = [text or summary(section), "Off by default." if is_off else "", _later(pending)]
+    yield from [f"### {command}: `{title}`", "", " ".join(filter(None, notes)), ""]
+
+
+def _row(prefix: str, about: Entry, pending: str | None) -> str:
+    text = " ".join(filter(None, [about.text, _later(pending)])).replace("|", "\\|")
+    kind = about.type.replace("|", " \\| ")
+    return f"| `{prefix}{about.name}` | {kind} | `{about.default}` | {text} |"
+
+
+def _later(pending: str | None) -> str:
+    return f"*Later: comes with {pending}.*" if pending else ""
+
+
+def _anchor(title: str) -> str:
+    """The anchor that Markdown viewers give a heading."""
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return kept.replace(" ", "-")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
