@@ -2,6 +2,7 @@
 # make test        everything that needs no GPU and fits into CI
 # make test-long   what takes longer
 # make check       format, lint, types, import contracts
+# make docs        docs/config.md, from the schema
 # make bench       benchmarks that need no GPU
 
 VENV   ?= .venv
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long check format bench install dev clean
+.PHONY: help demo test test-long check format docs bench install dev clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -32,6 +33,9 @@ check: dev
 format: dev
 	@$(BIN)/ruff format src tests benchmarks environments examples
 	@$(BIN)/ruff check --fix src tests benchmarks environments examples
+
+docs: install
+	@$(BIN)/python -m prime_rl.config.reference > docs/config.md
 
 bench: install
 	@$(BIN)/python benchmarks/inference.py

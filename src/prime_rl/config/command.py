@@ -16,6 +16,7 @@ from prime_rl.config.explain import explain
 from prime_rl.config.help import help_text
 from prime_rl.config.load import Resolved, dotted, resolve, to_toml, write_toml
 from prime_rl.config.pending import Wish, wishes
+from prime_rl.config.reads import start_recording
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.paths import RunPaths
 
@@ -62,6 +63,7 @@ def run_command(
             _dry_run(name, resolved, files(resolved.config) if files else {name: resolved.config})
         else:
             _refuse_wishes(resolved)
+            start_recording(name)
             work(resolved.config)
     except PrimeRLError as error:
         if is_debug:
@@ -77,14 +79,17 @@ def is_first_rank() -> bool:
 
 
 def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
-    """Write `configs/<process>.toml`. Raises: ConfigError rather than overwrite what another run's results came from."""
+    """Write `configs/<process>.toml`.
+
+    Raises: ConfigError rather than overwrite the configuration that results in the run directory were made with.
+    """
     path = paths.config(process)
     has_results = any(any(root.glob("step_*")) for root in (paths.rollouts, paths.weights))
     makes_results = process not in SERVICES
     if has_results and makes_results and path.is_file() and path.read_text(encoding="utf-8") != to_toml(config):
         raise ConfigError(
-            f"{path} tells how the run in {paths.output_dir} was made, and differs from this configuration; choose another "
-            "directory with --output-dir, or delete that run"
+            f"{path} tells how the run in {paths.output_dir} was made, and differs from this configuration; choose "
+            "another directory with --output-dir, or delete that run"
         )
     write_toml(config, path)
 

@@ -13,7 +13,7 @@ from prime_rl.errors import ConfigError
 
 
 def explain(root: type[BaseModel], resolved: Resolved[Any], key: str) -> str:
-    """What `--explain key` prints; for a section, every key in it. Raises: ConfigError for a key that does not exist."""
+    """What `--explain key` prints; for a section, every key in it. Raises: ConfigError for an unknown key."""
     words = key.removeprefix("--").replace("-", "_").split(".")
     path: Path = tuple(int(word) if word.isdigit() else word for word in words)
     if find(root, path) is None:
@@ -22,14 +22,27 @@ def explain(root: type[BaseModel], resolved: Resolved[Any], key: str) -> str:
     if isinstance(value, BaseModel):
         lines = [f"[{dotted(path)}]  {summary(type(value))}"]
         for leaf, found in _leaves(value, path):
-            lines.append(f"{dotted(leaf)} = {found!r}  ({resolved.values.origin(leaf)})")
+            lines.append(f"{dotted(leaf)} = {found!r}  ({_origin(resolved, leaf)})")
         return "\n".join(lines)
-    lines = [f"{dotted(path)} = {value!r}", f"  from: {resolved.values.origin(path)}"]
+    lines = [f"{dotted(path)} = {value!r}", f"  from: {_origin(resolved, path)}"]
     field = field_at(root, path)
     if field is not None:
         about = entry(str(path[-1]), field, describe(root, path))
         lines += [f"  type: {about.type}, default {about.default}", f"  {about.text}"]
     return "\n".join(lines)
+
+
+def _origin(resolved: Resolved[Any], path: Path) -> str:
+    """Where the value of a key was written; a table around it does not count."""
+    node: Any = resolved.values.tree
+    for part in path:
+        if isinstance(node, list) and not isinstance(part, int):
+            node = node[0]  # env.id: the first entry
+        is_there = part in node if isinstance(node, dict) else isinstance(node, list) and int(part) < len(node)
+        if not is_there:
+            return "default"
+        node = node[part]
+    return resolved.values.origin(path)
 
 
 def _value(config: object, path: Path) -> object:

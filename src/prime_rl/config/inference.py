@@ -29,7 +29,7 @@ class InferenceModelConfig(ModelConfig):
     """Data type of weights and activations. auto: float32 on CPU, bfloat16 on a GPU."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion together. None: what the model's config.json allows (with `rl`: `seq_len`)."""
+    """Most tokens of prompt and completion together. None: the model's positions (with `rl`: `seq_len`)."""
 
     enforce_eager: bool = False
     """Whether vLLM computes without CUDA graphs: it starts faster and runs slower."""

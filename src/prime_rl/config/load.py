@@ -102,14 +102,16 @@ def _complaint(root: type[BaseModel], values: Values, details: ErrorDetails) -> 
     origin = values.origin(path)
     if details["type"] == "extra_forbidden":
         return unknown_key(root, path, origin)
-    dotted = ".".join(str(part) for part in path)
+    key = dotted(path)
     message = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "missing":
+        return f"{dotted(path)}: must be given ({values.origin(path[:-1])})"
     if details["type"] in ("model_type", "model_attributes_type"):
         keys = ", ".join(keys_at(root, path))
         message = f"is a table with the keys {keys}, not {details['input']!r}"
     elif not isinstance(details["input"], dict | BaseModel) and details["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, got {details['input']!r}"
-    return f"{dotted}: {message} ({origin})" if dotted else f"{message}"
+    return f"{key}: {message} ({origin})" if key else f"{message}"
 
 
 def _without_tags(root: type[BaseModel], loc: tuple[str | int, ...]) -> Path:
@@ -140,8 +142,8 @@ def share_sections(values: Values, root: type[BaseModel]) -> None:
         off = [path for path, value in given.items() if value in (None, "None")]
         if on and off:
             raise ConfigError(
-                f"{dotted(on[0])} is on ({values.origin(on[0])}) but {dotted(off[0])} is off ({values.origin(off[0])}); "
-                f"they are one switch: set {root_key} only"
+                f"{dotted(on[0])} is on ({values.origin(on[0])}) but {dotted(off[0])} is off "
+                f"({values.origin(off[0])}); they are one switch: set {root_key} only"
             )
         for path in places if on or off else ():
             if path not in given:

@@ -282,8 +282,8 @@ class OrchestratorConfig(BaseConfig):
     def _fits_together(self) -> Any:
         if self.buffer.env_ratios is not None and len(self.buffer.env_ratios) != len(self.env):
             raise ValueError(
-                f"buffer.env_ratios has {len(self.buffer.env_ratios)} numbers for {len(self.env)} environments; give one "
-                "each"
+                f"buffer.env_ratios has {len(self.buffer.env_ratios)} numbers for {len(self.env)} environments; "
+                "give one each"
             )
         if isinstance(self.weight_broadcast, NCCLBroadcastConfig) and self.max_async_level != 1:
             raise ValueError(f"weight_broadcast.type nccl needs max_async_level 1, got {self.max_async_level}")

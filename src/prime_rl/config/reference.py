@@ -1,4 +1,4 @@
-"""docs/config.md, generated from the schema: `python -m prime_rl.config.reference > docs/config.md`."""
+"""docs/config.md, generated from the schema by `make docs`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -26,11 +26,12 @@ ROOTS: Mapping[str, type[BaseModel]] = {
 INTRODUCTION = """\
 # Configuration
 
-Every key of every command, generated from the schema (`python -m prime_rl.config.reference > docs/config.md`). How values are
-written and which source wins is told in the [README](../README.md#configure-it). On the command line, `trainer.optim.lr` is
-`--trainer.optim.lr`; a dash and an underscore are the same. `COMMAND --explain KEY` tells where a value came from.
+Every key of every command, generated from the schema (`make docs`). How values are written and which source wins is
+told in the [README](../README.md#configure-it). On the command line, `trainer.optim.lr` is `--trainer.optim.lr`; a dash
+and an underscore are the same. `COMMAND --explain KEY` tells where a value came from.
 
-A key marked *later* is accepted by `--dry-run`; a real start refuses every value but the default until what it waits for is built.
+A key marked *later* is accepted by `--dry-run`; a real start refuses every value but the default until what it waits for
+is built.
 """
 
 

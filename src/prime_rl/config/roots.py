@@ -123,8 +123,8 @@ class RLConfig(BaseConfig):
             raise ValueError("inference.server.port 0 is for a server of its own; with rl, name the port")
         if all(urlsplit(address).port != port for address in base_urls):
             raise ValueError(
-                f"orchestrator.client.base_url is {base_urls[0]} but the server that is started listens on port {port}; "
-                "set inference.server.port to match, or leave [inference] out to use a running server"
+                f"orchestrator.client.base_url is {base_urls[0]} but the server that is started listens on port {port};"
+                " set inference.server.port to match, or leave [inference] out to use a running server"
             )
         return self
 
@@ -204,7 +204,8 @@ def _fit_server_to_run(values: Values) -> None:
             values.put(Setting(tuple(key.split(".")), served, origin))
     elif served != name:
         values.notices.append(
-            f"inference.model.name is {served!r} and model.name {name!r}: is the first a (quantised) copy of the second?"
+            f"inference.model.name is {served!r} and model.name {name!r}: this is right only where the first is a "
+            "(quantised) copy of the second"
         )
     seq_len = values.get(("seq_len",), default=RLConfig.model_fields["seq_len"].default)
     max_model_len = values.get(("max_model_len",))
@@ -214,8 +215,8 @@ def _fit_server_to_run(values: Values) -> None:
             values.put(Setting(tuple(key.split(".")), seq_len, origin))
     elif str(max_model_len).isdigit() and str(seq_len).isdigit() and int(max_model_len) > int(seq_len):
         values.notices.append(
-            f"max_model_len {max_model_len} is more than seq_len {seq_len}: rollouts longer than seq_len cannot be trained "
-            "on whole; they are dropped and counted"
+            f"max_model_len {max_model_len} is more than seq_len {seq_len}: rollouts longer than seq_len cannot be "
+            "trained on whole; they are dropped and counted"
         )
 
 

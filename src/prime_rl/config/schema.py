@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -118,6 +119,14 @@ def keys_at(root: type[BaseModel], path: Path) -> list[str]:
     return sorted(fields_of(target.sections)) if target else []
 
 
+def all_sections(root: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """`root` and every section below it, depth first; a class that is used twice comes twice."""
+    yield root
+    for field in root.model_fields.values():
+        for section in target_of(field.annotation).sections:
+            yield from all_sections(section)
+
+
 def all_keys(root: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[str]:
     """Every dotted key, sections included, depth first."""
     for name, field in root.model_fields.items():
@@ -140,10 +149,10 @@ def documentation(cls: type[BaseModel]) -> dict[str, str]:
 def _written_under_fields(cls: type[BaseModel]) -> dict[str, str]:
     body = next((node.body for node in _module(cls.__module__).body if _is_class(node, cls.__name__)), [])
     texts: dict[str, str] = {}
-    for node, following in zip(body, body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
-                texts[node.target.id] = " ".join(following.value.value.split())
+    for node, following in itertools.pairwise(body):
+        match node, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
     return texts
 
 

@@ -78,7 +78,7 @@ def find_server(config: InferenceConfig) -> ClientConfig | None:
 
 
 def check_run_dir(output_dir: Path, *, clean: bool) -> bool:
-    """Whether the run directory holds another run's batches or weights. Raises: ConfigError if it does, unless `clean`."""
+    """Whether the run directory holds another run's results. Raises: ConfigError if it does, unless `clean`."""
     found = [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
     if found and not clean:
         raise ConfigError(

@@ -2,17 +2,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
 from prime_rl import lifeline
-from prime_rl.config.inference import InferenceConfig, InferenceModelConfig
+from prime_rl.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError, ProcessFailed
-from prime_rl.launch.local import claim_run_dir, run_local, this_machine
+from prime_rl.launch.local import (
+    check_run_dir,
+    claim_run_dir,
+    find_server,
+    named_machine,
+    run_local,
+    this_machine,
+)
 from prime_rl.launch.plan import ProcessSpec
 
 
@@ -48,6 +58,40 @@ def test_clean_never_follows_a_link_out_of_the_run_directory(tmp_path):
     claim_run_dir(run, clean=True)
     assert (elsewhere / "step_1").is_dir()
     assert not (run / "weights").exists()
+
+
+def test_a_dry_look_at_a_used_directory_deletes_nothing(tmp_path):
+    (tmp_path / "weights" / "step_3").mkdir(parents=True)
+    assert check_run_dir(tmp_path, clean=True)
+    assert (tmp_path / "weights" / "step_3").is_dir()
+    with pytest.raises(ConfigError, match="--clean"):
+        check_run_dir(tmp_path, clean=False)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that is well."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_a_server_that_already_runs_is_found(free_port):
+    config = InferenceConfig(server=ServerConfig(port=free_port))
+    assert find_server(config) is None
+    with HTTPServer(("127.0.0.1", free_port), Healthy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert find_server(config) == ClientConfig(base_url=(f"http://localhost:{free_port}/v1",))
+
+
+def test_a_machine_is_known_where_its_gpus_are_named():
+    assert named_machine({}) is None
+    machine = named_machine({"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert machine is not None
+    assert machine.gpus == ("2", "3")
 
 
 @pytest.mark.parametrize(("visible", "expected"), [("2,3", ("2", "3")), ("", ()), ("-1", ())])

@@ -76,3 +76,15 @@ def test_an_evaluation_serves_the_model_it_evaluates():
     assert server.config.model.name == "tiny"
     assert runner.config.client.base_url == ("http://localhost:8123/v1",)
     assert runner.owns_terminal
+
+
+def test_without_a_look_at_the_machine_the_named_gpus_are_taken_to_be_there():
+    specs = plan_rl(rl("--inference", "--inference-gpu-ids", "0,1,2,3,4,5", "--trainer-gpu-ids", "6,7"), None)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1,2,3,4,5", "", "6,7"]
+
+
+def test_a_server_that_is_spread_over_gpus_takes_the_first_and_the_trainer_the_next():
+    specs = plan_rl(rl("--inference.parallel.tp", "2"), Machine(gpus=("4", "5", "6", "7"), num_cpus=8))
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,5", "", "6"]
+    with pytest.raises(ConfigError, match=r"dp x tp = 4 GPUs, but only 2"):
+        plan_rl(rl("--inference.parallel.tp", "4"), Machine(gpus=("0", "1"), num_cpus=8))

@@ -1,0 +1,124 @@
+"""The front of every command, in this process: what is printed, written and refused."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config.command import run_command
+from prime_rl.config.load import load
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.trainer import TrainerConfig
+
+FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.toml").write_text(FILE)
+
+
+def trainer(*argv: str) -> list[TrainerConfig]:
+    """The configurations that work was started with: one or none."""
+    started: list[TrainerConfig] = []
+    run_command("trainer", TrainerConfig, started.append, argv=argv)
+    return started
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        trainer(*argv)
+    return str(caught.value)
+
+
+def test_a_real_start_works_on_the_resolved_configuration():
+    (config,) = trainer("@", "t.toml")
+    assert config.max_steps == 5
+    assert not Path("outputs").exists()  # recording it is the work's business
+
+
+def test_a_dry_run_writes_the_configuration_and_starts_nothing(capsys):
+    assert trainer("@", "t.toml", "--dry-run", "--output-dir", "out") == []
+    assert capsys.readouterr().out == "trainer: wrote out/configs/trainer.toml\n"
+    again = load(TrainerConfig, ["@", "out/configs/trainer.toml"], {})
+    assert again == load(TrainerConfig, ["@", "t.toml", "--output-dir", "out"], {})
+
+
+def test_a_dry_run_says_what_a_real_start_would_refuse(capsys):
+    assert trainer("--dry-run", "--model.ac") == []
+    assert "a real start would refuse model.ac (--model.ac): comes with" in capsys.readouterr().err
+
+
+def test_a_real_start_refuses_a_key_that_nothing_reads():
+    text = refusal("@", "t.toml", "--model.ep", "4")
+    assert "trainer: model.ep = 4 (--model.ep): comes with" in text
+    assert "--dry-run accepts" in text
+
+
+def test_only_the_first_rank_of_torchrun_writes_and_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert trainer("@", "t.toml", "--dry-run") == []
+    assert not Path("outputs").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_dry_run_does_not_overwrite_the_configuration_of_a_finished_run():
+    trainer("@", "t.toml", "--dry-run")
+    Path("outputs/weights/step_1").mkdir(parents=True)
+    trainer("@", "t.toml", "--dry-run")  # the same again is no loss
+    assert "choose another directory" in refusal("@", "t.toml", "--optim.lr", "1", "--dry-run")
+    assert load(TrainerConfig, ["@", "outputs/configs/trainer.toml"], {}).optim.lr == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "expected"),
+    [
+        pytest.param(
+            ["@", "t.toml"], {}, ["optim.lr = 0.002", "from: t.toml:4", "Learning rate at its peak."], id="file"
+        ),
+        pytest.param(["--optim.lr", "1"], {}, ["optim.lr = 1.0", "from: --optim.lr"], id="flag"),
+        pytest.param([], {"PRIME_OPTIM__LR": "3"}, ["optim.lr = 3.0", "from: variable PRIME_OPTIM__LR"], id="variable"),
+        pytest.param([], {}, ["optim.lr = 1e-06", "from: default", "type: FLOAT, default 1e-06"], id="default"),
+    ],
+)
+def test_explain_tells_value_place_and_documentation(argv, environment, expected, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert trainer(*argv, "--explain", "optim.lr") == []
+    shown = capsys.readouterr().out
+    assert [part for part in expected if part not in shown] == []
+
+
+def test_explain_of_a_section_shows_every_key_in_it(capsys):
+    trainer("@", "t.toml", "--explain", "optim")
+    shown = capsys.readouterr().out
+    assert "optim.lr = 0.002  (t.toml:4)" in shown
+    assert "optim.betas1 = 0.9  (default)" in shown
+
+
+def test_explain_of_an_entry_of_a_list(capsys):
+    run_command("orchestrator", OrchestratorConfig, print, argv=["--env.0.id", "a", "--explain", "env.0.id"])
+    assert "env.0.id = 'a'\n  from: --env.0.id" in capsys.readouterr().out
+
+
+def test_explain_of_an_unknown_key_names_the_nearest():
+    assert "did you mean optim.lr?" in refusal("--explain", "optim.lrr")
+
+
+def test_explain_needs_a_key():
+    assert "--explain needs a key" in refusal("--explain", "@", "t.toml")
+
+
+def test_help_is_found_wherever_it_stands(capsys):
+    assert trainer("@", "t.toml", "--help", "optim") == []
+    assert "--optim.lr FLOAT  (default: 1e-06)" in capsys.readouterr().out
+
+
+def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
+    def fail(config: TrainerConfig) -> None:
+        load(TrainerConfig, ["@", "missing.toml"])
+
+    with pytest.raises(SystemExit, match="trainer: missing.toml: no such file"):
+        run_command("trainer", TrainerConfig, fail, argv=[])
+    with pytest.raises(ValueError, match="no such file"):
+        run_command("trainer", TrainerConfig, fail, argv=["--log.level", "debug"])

@@ -1,0 +1,62 @@
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.load import load
+from prime_rl.config.pending import PENDING, wishes
+from prime_rl.config.reference import ROOTS
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.schema import all_sections
+from prime_rl.config.trainer import TrainerConfig
+
+
+def wished(root, *argv: str) -> list[str]:
+    return [".".join(map(str, wish.path)) for wish in wishes(load(root, argv, {}))]
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_the_defaults_of_every_command_wait_for_nothing(root):
+    assert wished(root) == []
+
+
+def test_every_entry_of_the_table_names_a_key_that_exists():
+    owners = {cls.__name__: cls for root in ROOTS.values() for s in all_sections(root) for cls in s.__mro__}
+    for key in PENDING:
+        owner, _, rest = key.partition(".")
+        name, _, kind = rest.partition(":")
+        assert name in owners[owner].model_fields, key
+        assert name in owners[owner].__annotations__, f"{key}: inherited; name the class that declares it"
+        if kind:
+            types = {s.model_fields["type"].default for s in all_sections(owners[owner]) if "type" in s.model_fields}
+            assert kind in types, key
+
+
+@pytest.mark.parametrize(
+    ("root", "argv", "expected"),
+    [
+        pytest.param(TrainerConfig, ["--model.ac"], ["model.ac"], id="a section that is on"),
+        pytest.param(TrainerConfig, ["--model.ac.freq", "2"], ["model.ac"], id="one for the section, not for its keys"),
+        pytest.param(TrainerConfig, ["--model.ep", "2"], ["model.ep"], id="a number"),
+        pytest.param(TrainerConfig, ["--model.ep", "1", "--model.cp", "1"], [], id="neutral numbers"),
+        pytest.param(TrainerConfig, ["--model.attn", "sdpa", "--model.impl", "custom"], [], id="other neutral values"),
+        pytest.param(TrainerConfig, ["--model.attn", "flash_attention_2"], ["model.attn"], id="a choice"),
+        pytest.param(TrainerConfig, ["--optim.type", "muon"], ["optim"], id="a type of a section"),
+        pytest.param(TrainerConfig, ["--optim.lr", "1"], [], id="a key that is read"),
+        pytest.param(InferenceConfig, ["--parallel.tp", "2"], ["parallel"], id="tensor parallel"),
+        pytest.param(RLConfig, ["--trainer-gpu-ids", "3"], [], id="one GPU"),
+        pytest.param(
+            RLConfig,
+            ["--trainer-gpu-ids", "0,1"],
+            ["trainer_gpu_ids", "orchestrator.num_train_workers"],
+            id="several GPUs",
+        ),
+    ],
+)
+def test_a_key_that_nothing_reads_yet_is_a_wish_unless_it_is_neutral(root, argv, expected):
+    assert sorted(wished(root, *argv)) == sorted(expected)
+
+
+def test_a_wish_inside_a_list_is_found(tmp_path: Path):
+    (tmp_path / "o.toml").write_text("[[orchestrator.env]]\nid='a'\nratio=1\n[[orchestrator.env]]\nid='b'\nratio=3\n")
+    assert wished(RLConfig, "@", str(tmp_path / "o.toml")) == ["orchestrator.env.0.ratio", "orchestrator.env.1.ratio"]
