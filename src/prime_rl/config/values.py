@@ -1,6 +1,7 @@
 """What the sources of a configuration become: settings with their places, and the one mapping they are laid into."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from prime_rl.config.schema import Path
@@ -17,6 +18,8 @@ class Setting:
     path: Path
     value: Any
     origin: str
+    notice: str = ""
+    """What the user should know of it."""
 
     @property
     def is_flag(self) -> bool:
@@ -47,12 +50,10 @@ class Values:
         """The value at `path`; `default` where there is none, or a null."""
         node: Any = self.tree
         for part in path:
-            if isinstance(node, list) and isinstance(part, int) and part < len(node):
-                node = node[part]
-            elif isinstance(node, dict) and part in node:
-                node = node[part]
-            else:
+            is_there = part in node if isinstance(node, dict) else isinstance(node, list) and part in range(len(node))
+            if not is_there:
                 return default
+            node = node[part]
         return default if node is None or node == "None" else node
 
     def put(self, setting: Setting) -> None:
@@ -64,7 +65,7 @@ class Values:
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{setting.origin}: nested more than {MAX_DEPTH} deep")
         node: Any = self.tree
-        for part, following in zip(path, path[1:], strict=False):
+        for part, following in pairwise(path):
             node = _table_in(node, part, is_list=isinstance(following, int), origin=setting.origin)
         last = _key_in(node, path[-1], setting.origin)
         before = node.get(last) if isinstance(node, dict) else node[last]
