@@ -1,19 +1,14 @@
 """From a configuration to a running Trainer: what RL and SFT assemble alike."""
 
-import os
-import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from prime_rl.config.load import load
-from prime_rl.config.trainer import SFTConfig, TrainerConfig
-from prime_rl.errors import ConfigError, PrimeRLError
-from prime_rl.lifeline import watch_launcher
-from prime_rl.logs import get_logger, setup_logging
+from prime_rl.config.trainer import AdamWConfig, SFTConfig, TrainerConfig
+from prime_rl.data.rendering import load_tokenizer
+from prime_rl.errors import ConfigError
+from prime_rl.logs import get_logger
 from prime_rl.models.hf import load_decoder
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
@@ -21,12 +16,11 @@ from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
 from prime_rl.trainer.perf import PerfMeter
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import WeightPublisher
-from prime_rl.trainer.streams import BatchSource, LossFunction
+from prime_rl.trainer.script import refuse_several_processes
+from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
 from prime_rl.trainer.trainer import LoopOptions, Trainer
 
 _logger = get_logger(__name__)
-
-Config = TypeVar("Config", TrainerConfig, SFTConfig)
 
 
 def pick_device(name: str) -> torch.device:
@@ -49,10 +43,8 @@ def train(
 
     `keep_last`: see WeightPublisher.
     """
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"the trainer runs as one process in this version, not as {world_size}: drop --nproc-per-node"
-        )
+    refuse_several_processes()
+    assert isinstance(config.optim, AdamWConfig), "other optimizers are refused at the start (config.pending)"
     device = pick_device(config.device)
     paths = RunPaths(config.output_dir)
     dtype = torch.bfloat16 if config.model.optimization_dtype == "bfloat16" else torch.float32
@@ -75,6 +67,8 @@ def train(
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device_name)
+    if config.log.log_data:
+        batches = LoggedBatches(batches, load_tokenizer(directory))
     with closing(JsonlMonitor(paths.metrics("trainer"))) as monitor:
         Trainer(
             model=ComputeModel(model, dtype),
@@ -86,14 +80,3 @@ def train(
             meter=PerfMeter(model.config, device, device_name),
             options=options,
         ).run()
-
-
-def main(root: type[Config], run: Callable[[Config], None]) -> None:
-    """A train file as a script, so that `torchrun` can start it: parse the command line, then run."""
-    try:
-        config = load(root, sys.argv[1:])
-        setup_logging("trainer", config.log.level, RunPaths(config.output_dir).log("trainer"))
-        watch_launcher()
-        run(config)
-    except PrimeRLError as error:
-        sys.exit(f"trainer: {error}")

@@ -11,14 +11,33 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from prime_rl.data.samples import MicroBatch, TrainingBatch
+from prime_rl.logs import get_logger
+
+_logger = get_logger(__name__)
 
 
 class BatchSource(Protocol):
     """Where batches come from. `next` blocks until batch `step` is there."""
 
     def next(self, step: int) -> TrainingBatch: ...
+
+
+class LoggedBatches:
+    """The batches of another source, the first sequence of each logged as text."""
+
+    def __init__(self, source: BatchSource, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+
+    def next(self, step: int) -> TrainingBatch:
+        batch = self._source.next(step)
+        row = batch.micro_batches[0]
+        text = self._tokenizer.decode(row.input_ids[: row.seq_lens[0]].tolist())
+        _logger.info("Batch %d begins with %r", step, text)
+        return batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 import numpy as np
 import torch
 
-from prime_rl.data.samples import MicroBatch
-from prime_rl.trainer.streams import DeviceBatch
+from prime_rl.data.rendering import load_tokenizer
+from prime_rl.data.samples import NOT_SAMPLED, MicroBatch, TrainingBatch
+from prime_rl.trainer.streams import DeviceBatch, LoggedBatches
 
 
 def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
@@ -25,3 +26,29 @@ def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
     assert batch.inference_logprobs_N.tolist() == [-1, -2, -3]
     assert batch.targets_N.dtype == torch.int64
     assert batch.advantages_N.dtype == torch.float32
+
+
+def test_batches_pass_unchanged_while_the_first_sequence_of_each_is_logged(model_dir, caplog):
+    tokenizer = load_tokenizer(model_dir)
+    texts = ["first", "second"]
+    token_ids = [tokenizer(text)["input_ids"] for text in texts]
+    length = sum(map(len, token_ids))
+    row = MicroBatch(
+        input_ids=np.concatenate(token_ids).astype(np.int32),
+        loss_mask=np.zeros(length, np.bool_),
+        advantages=np.zeros(length, np.float32),
+        inference_logprobs=np.zeros(length, np.float32),
+        temperatures=np.ones(length, np.float32),
+        seq_lens=np.array([len(ids) for ids in token_ids], np.int32),
+    )
+    batch = TrainingBatch(
+        step=7, micro_batches=[row], num_loss_tokens=0, min_version=NOT_SAMPLED, max_version=NOT_SAMPLED
+    )
+
+    class Source:
+        def next(self, step: int) -> TrainingBatch:
+            return batch
+
+    with caplog.at_level("INFO", logger="prime_rl"):
+        assert LoggedBatches(Source(), tokenizer).next(7) is batch
+    assert caplog.messages == ["Batch 7 begins with 'first'"]

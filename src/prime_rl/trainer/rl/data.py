@@ -1,6 +1,12 @@
-"""Batches of the orchestrator as the Trainer's source."""
+"""Where the RL trainer's batches come from: the orchestrator, or a stand-in for it that needs no other process."""
 
-from prime_rl.data.samples import TrainingBatch
+import math
+
+import numpy as np
+
+from prime_rl.config.trainer import FakeDataConfig
+from prime_rl.data.packing import build_batch
+from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.transport.batches import BatchReader
 
 
@@ -14,3 +20,47 @@ class RolloutBatches:
     def next(self, step: int) -> TrainingBatch:
         """Raises: DeadlineExceeded when the batch does not come; ArtifactError when it is damaged."""
         return self._reader.wait(step, self._timeout)
+
+
+class FakeBatches:
+    """Batches of random tokens, to run or measure the trainer alone; batch N is a function of seed and N.
+
+    Every token but a sample's first is in the loss, and advantages are +1 and -1 in turn, so that the whole head and
+    both branches of the loss are at work. The policy that is said to have sampled is uniform over the vocabulary:
+    -log(vocab_size) is about the logprob that an untrained model gives to a random token, and far more than a trained
+    one does, so the importance ratio is at most vocab_size and finite whatever the model.
+    """
+
+    def __init__(self, config: FakeDataConfig, *, max_seq_len: int, vocab_size: int, seed: int) -> None:
+        """`max_seq_len`: tokens of a sample where the configuration does not say."""
+        self._config = config
+        self._seq_len = config.seq_len or max_seq_len
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest micro-batch that may come."""
+        return self._config.micro_batch_size * self._seq_len
+
+    def next(self, step: int) -> TrainingBatch:
+        rng = np.random.default_rng([self._seed, step if self._config.generate_samples else 0])
+        samples = [self._sample(number, rng) for number in range(self._config.batch_size)]
+        return build_batch(samples, step=step, seq_len=self.max_row_tokens)
+
+    def _sample(self, number: int, rng: np.random.Generator) -> TrainingSample:
+        length = self._seq_len
+        if self._config.length == "variable":
+            length = int(rng.integers(2, self._seq_len, endpoint=True))
+        in_loss = np.arange(length) > 0
+        return TrainingSample(
+            token_ids=rng.integers(0, self._vocab_size, length, dtype=np.int32),
+            loss_mask=in_loss,
+            logprobs=np.where(in_loss, -math.log(self._vocab_size), 0).astype(np.float32),
+            versions=np.where(in_loss, 0, NOT_SAMPLED).astype(np.int32),
+            temperature=1.0,
+            advantage=-1.0 if number % 2 else 1.0,
+            reward=0.0,
+            env_name="fake",
+            rollout_id=str(number),
+        )

@@ -1,40 +1,18 @@
-"""The RL trainer: the Trainer on the orchestrator's batches, publishing weights after every step."""
+"""The RL trainer as a process: `trainer`, or this file under `torchrun`. What needs torch is in `trainer.rl.build`."""
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import ArtifactError
-from prime_rl.models.hf import resolve_model
-from prime_rl.paths import RunPaths
-from prime_rl.trainer.build import main, train
-from prime_rl.trainer.rl.data import RolloutBatches
-from prime_rl.trainer.rl.loss import build_loss
-from prime_rl.transport.batches import BatchReader
-from prime_rl.transport.manifest import latest_step
-
-# Inference may be loading the oldest weights it is allowed to use while the next two steps are published.
-_KEEP_BEYOND_ASYNC_LEVEL = 2
+from prime_rl.trainer.script import main
 
 
 def run(config: TrainerConfig) -> None:
-    """Train on batches 0, 1, ... of `output_dir` until `max_steps`.
+    """Train on batches 0, 1, ... of `output_dir`, or on made-up ones, until `max_steps`.
 
     Raises: PrimeRLError of any kind, with what to do in its message.
     """
-    paths = RunPaths(config.output_dir)
-    if (latest := latest_step(paths.weights)) is not None:
-        raise ArtifactError(
-            f"{paths.weights} holds weights of an earlier run (up to step {latest}); choose another output_dir "
-            "or remove it"
-        )
-    batches = RolloutBatches(BatchReader(paths.rollouts), timeout=config.batch_timeout)
-    train(
-        config,
-        directory=resolve_model(config.model.name),
-        batches=batches,
-        loss=build_loss(config.loss),
-        keep_last=config.max_async_level + _KEEP_BEYOND_ASYNC_LEVEL,
-        max_row_tokens=config.model.seq_len,
-    )
+    from prime_rl.trainer.rl.build import train_rl  # noqa: PLC0415 (a dry run imports no torch)
+
+    train_rl(config)
 
 
 if __name__ == "__main__":
-    main(TrainerConfig, run)
+    main("trainer", TrainerConfig, run)

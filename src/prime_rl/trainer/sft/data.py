@@ -1,14 +1,15 @@
 """Conversations on disk or on the hub to packed training batches.
 
-    rows -> (per epoch: order from the seed) -> rendered examples -> rows of seq_len, first fit ->
-    micro-batches
+    data set -> (per epoch: order from the seed) -> rendered examples -+-> rows of seq_len, first fit -> micro-batches
+                                                    made-up examples --+
 
 Nothing is cut: an example that does not fit the batch at hand opens the next one, and one that is longer than
 `seq_len` is skipped and counted.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prime_rl.config.trainer import SFTDataConfig
+from prime_rl.config.trainer import AnySFTDataConfig, SFTDataConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat
 from prime_rl.data.samples import NOT_SAMPLED, MicroBatch, TrainingBatch
 from prime_rl.errors import DataError
@@ -39,7 +40,7 @@ class Row:
 
 
 def load_rows(config: SFTDataConfig) -> list[Row]:
-    """All rows of a data set, in order.
+    """The rows of a data set, in order: all of them, or the first `num_examples`.
 
     Raises: DataError naming the file and line that cannot be read, or the data set that cannot be found.
     """
@@ -48,13 +49,14 @@ def load_rows(config: SFTDataConfig) -> list[Row]:
         files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
         if not files:
             raise DataError(f"{path} holds no {' or '.join(_SUFFIXES)} file")
-        rows = [row for file in files for row in _read_file(file)]
+        found: Iterable[Row] = itertools.chain.from_iterable(map(_read_file, files))
     elif path.is_file():
-        rows = list(_read_file(path))
+        found = _read_file(path)
     elif path.suffix in _SUFFIXES or path.is_absolute():
         raise DataError(f"data file {path} does not exist")
     else:
-        rows = _read_hub(config.name, config.splits or ("train",))
+        found = _read_hub(config.name, config.splits or ("train",))
+    rows = list(itertools.islice(found, config.num_examples))
     if not rows:
         raise DataError(f"data set {config.name} has no rows")
     return rows
@@ -91,8 +93,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         yield Row(where=f"{file} row {number}", values=values)
 
 
-def _read_hub(name: str, splits: Sequence[str]) -> list[Row]:
-    rows = []
+def _read_hub(name: str, splits: Sequence[str]) -> Iterator[Row]:
     for split in splits:
         try:
             split_rows = datasets.load_dataset(name, split=split)
@@ -102,8 +103,8 @@ def _read_hub(name: str, splits: Sequence[str]) -> list[Row]:
                 f"data set {name!r}, split {split!r}, is neither a local file or directory nor on a hub that can "
                 f"be reached from here ({reason}); what needs no hub: sft @ examples/reverse_text_cpu/sft.toml"
             ) from error
-        rows += [Row(where=f"{name} {split} row {i}", values=values) for i, values in enumerate(split_rows)]
-    return rows
+        for number, values in enumerate(split_rows):
+            yield Row(where=f"{name} {split} row {number}", values=values)
 
 
 def conversation(row: Row) -> list[Mapping[str, Any]]:
@@ -147,56 +148,20 @@ def _messages(row: Row, key: str, role_of_string: str | None) -> list[Mapping[st
 Render = Callable[[Row], RenderedChat]
 
 
-class PackedExamples:
-    """Endless batches of `batch_size` packed rows; the same seed gives the same batches."""
+class Examples:
+    """The examples of a data set that can be trained on, epoch after epoch; the same seed gives the same order."""
 
-    def __init__(self, rows: Sequence[Row], render: Render, config: SFTDataConfig, *, micro_batch_tokens: int) -> None:
-        """`micro_batch_tokens`: rows are joined to micro-batches of up to this many tokens, or one row."""
+    def __init__(self, rows: Sequence[Row], render: Render, config: SFTDataConfig) -> None:
         self._rows = rows
         self._render = render
         self._config = config
-        self._rows_per_micro_batch = max(1, micro_batch_tokens // config.seq_len)
         self._rendered: dict[int, RenderedChat] = {}
-        self._examples = self._stream()
-        self._carry: list[RenderedChat] = []
 
-    def next(self, step: int) -> TrainingBatch:
-        """The next batch; calls must come in the order of steps.
+    def __iter__(self) -> Iterator[RenderedChat]:
+        """Endless.
 
         Raises: DataError naming a row that is malformed, or saying that no row at all can be trained on.
         """
-        packed = self._pack_rows()
-        size = self._rows_per_micro_batch
-        groups = [packed[start : start + size] for start in range(0, len(packed), size)]
-        micro_batches = [_micro_batch([example for row in group for example in row]) for group in groups]
-        return TrainingBatch(
-            step=step,
-            micro_batches=micro_batches,
-            num_loss_tokens=sum(micro_batch.num_loss_tokens for micro_batch in micro_batches),
-            min_version=NOT_SAMPLED,
-            max_version=NOT_SAMPLED,
-        )
-
-    def _pack_rows(self) -> list[list[RenderedChat]]:
-        """Fill `batch_size` rows first-fit until as many examples found no room, and carry those over."""
-        num_rows = self._config.batch_size
-        packed: list[list[RenderedChat]] = [[] for _ in range(num_rows)]
-        room = [self._config.seq_len] * num_rows
-        waiting, self._carry = self._carry, []
-        while len(self._carry) < num_rows and any(room):
-            example = waiting.pop(0) if waiting else next(self._examples)
-            length = len(example.token_ids)
-            target = next((number for number, free in enumerate(room) if free >= length), None)
-            if target is None:
-                self._carry.append(example)
-            else:
-                packed[target].append(example)
-                room[target] -= length
-        self._carry += waiting
-        return [row for row in packed if row]
-
-    def _stream(self) -> Iterator[RenderedChat]:
-        """Usable examples, epoch after epoch."""
         epoch = 0
         while True:
             order = np.arange(len(self._rows))
@@ -233,6 +198,72 @@ class PackedExamples:
         if epoch == 0 and used < len(self._rows):
             _logger.warning("Skipped %d of %d rows: %s", len(self._rows) - used, len(self._rows), skipped)
         _logger.debug("Epoch %d is done: %d examples", epoch, used)
+
+
+def fake_examples(config: SFTFakeDataConfig, *, vocab_size: int, seed: int) -> Iterator[RenderedChat]:
+    """Endless made-up examples, to run or measure the trainer alone; all but their first token is trained on."""
+    rng = np.random.default_rng(seed)
+    while True:
+        length = config.seq_len
+        if config.length == "variable":
+            length = int(rng.integers(2, config.seq_len, endpoint=True))
+        if config.input_ids == "increasing":
+            token_ids = np.arange(length, dtype=np.int32) % vocab_size
+        else:
+            token_ids = rng.integers(0, vocab_size, length, dtype=np.int32)
+        yield RenderedChat(token_ids=token_ids, loss_mask=np.arange(length) > 0)
+
+
+class PackedExamples:
+    """Endless batches of `batch_size` packed rows of `seq_len` tokens."""
+
+    def __init__(self, examples: Iterable[RenderedChat], config: AnySFTDataConfig, *, micro_batch_tokens: int) -> None:
+        """`examples` are endless and none is longer than `seq_len`.
+
+        `micro_batch_tokens`: where the configuration does not say how many, as many rows make a micro-batch as fit into
+        this many tokens, and at least one.
+        """
+        self._examples = iter(examples)
+        self._config = config
+        self._rows_per_micro_batch = config.micro_batch_size or max(1, micro_batch_tokens // config.seq_len)
+        self._carry: list[RenderedChat] = []
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest micro-batch that may come."""
+        return self._rows_per_micro_batch * self._config.seq_len
+
+    def next(self, step: int) -> TrainingBatch:
+        """The next batch; calls must come in the order of steps. Raises: whatever `examples` raise."""
+        packed = self._pack_rows()
+        size = self._rows_per_micro_batch
+        groups = [packed[start : start + size] for start in range(0, len(packed), size)]
+        micro_batches = [_micro_batch([example for row in group for example in row]) for group in groups]
+        return TrainingBatch(
+            step=step,
+            micro_batches=micro_batches,
+            num_loss_tokens=sum(micro_batch.num_loss_tokens for micro_batch in micro_batches),
+            min_version=NOT_SAMPLED,
+            max_version=NOT_SAMPLED,
+        )
+
+    def _pack_rows(self) -> list[list[RenderedChat]]:
+        """Fill `batch_size` rows first-fit until as many examples found no room, and carry those over."""
+        num_rows = self._config.batch_size
+        packed: list[list[RenderedChat]] = [[] for _ in range(num_rows)]
+        room = [self._config.seq_len] * num_rows
+        waiting, self._carry = self._carry, []
+        while len(self._carry) < num_rows and any(room):
+            example = waiting.pop(0) if waiting else next(self._examples)
+            length = len(example.token_ids)
+            target = next((number for number, free in enumerate(room) if free >= length), None)
+            if target is None:
+                self._carry.append(example)
+            else:
+                packed[target].append(example)
+                room[target] -= length
+        self._carry += waiting
+        return [row for row in packed if row]
 
 
 def _micro_batch(examples: Sequence[RenderedChat]) -> MicroBatch:

@@ -1,19 +1,20 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from prime_rl.config.trainer import AdamWConfig, TrainerConfig, TrainerModelConfig, WeightsConfig
+from prime_rl.config.trainer import (
+    AdamWConfig,
+    FakeDataConfig,
+    RLDataConfig,
+    TrainerConfig,
+    TrainerModelConfig,
+    WeightsConfig,
+)
 from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_decoder
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.rl import train
 from prime_rl.trainer.rl.train import run
 from prime_rl.transport.batches import BatchWriter
 from prime_rl.transport.manifest import complete_steps, verify
@@ -86,6 +87,20 @@ def test_bfloat16_publishes_bfloat16(config):
     assert AutoModelForCausalLM.from_pretrained(directory).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("length", ["fixed", "variable"])
+def test_made_up_batches_train_without_an_orchestrator(config, tmp_path, length):
+    """Longer micro-batches than `model.seq_len` are what was asked for."""
+    fake = FakeDataConfig(batch_size=8, micro_batch_size=4, seq_len=32, length=length, generate_samples=True)
+    alone = {"data": RLDataConfig(fake=fake), "output_dir": tmp_path / "alone", "max_steps": 4}
+    run(config.model_copy(update=alone))
+    paths = RunPaths(tmp_path / "alone")
+    assert complete_steps(paths.weights) == [2, 3, 4]
+    rows = read_metrics(paths.metrics("trainer"))
+    assert [row["progress/sequences"] for row in rows] == [8] * 4
+    assert all(row["optim/grad_norm"] > 0 and row["mismatch_kl/mean"] > 0 for row in rows)
+    assert len({row["loss/mean"] for row in rows}) == 4
+
+
 def test_weights_of_an_earlier_run_are_not_mixed_in(config):
     run(config)
     with pytest.raises(ArtifactError, match=r"holds weights of an earlier run \(up to step 6\)"):
@@ -109,23 +124,6 @@ def test_more_than_one_process_is_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="runs as one process in this version, not as 2"):
         run(config)
-
-
-def test_the_file_runs_as_a_script_and_ends_with_its_error(config, tmp_path):
-    """As `torchrun src/prime_rl/trainer/rl/train.py @ file.toml` starts it."""
-    file = tmp_path / "train.toml"
-    file.write_text(
-        f'max_steps = 7\ndevice = "cpu"\nbatch_timeout = 0.1\noutput_dir = "{config.output_dir}"\n'
-        f'[model]\nname = "{config.model.name}"\nseq_len = 32\n'
-    )
-    search_path = os.pathsep.join([str(Path(train.__file__).parents[3]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": search_path, "WORLD_SIZE": "1"}
-    command = [sys.executable, train.__file__, "@", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("trainer: no batch for step 6 appeared in")
-    assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
-    assert "Step 5 | Time: " in RunPaths(config.output_dir).log("trainer").read_text()
 
 
 @pytest.mark.gpu

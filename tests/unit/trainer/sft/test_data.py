@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -5,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prime_rl.config.trainer import SFTDataConfig
+from prime_rl.config.trainer import SFTDataConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat
 from prime_rl.data.samples import NOT_SAMPLED
 from prime_rl.errors import DataError
-from prime_rl.trainer.sft.data import PackedExamples, Row, conversation, load_rows, tools
+from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -19,8 +20,8 @@ def write_jsonl(path, *rows):
     return path
 
 
-def load(path) -> list[Row]:
-    return load_rows(SFTDataConfig(name=str(path)))
+def load(path, **fields) -> list[Row]:
+    return load_rows(SFTDataConfig(name=str(path), **fields))
 
 
 def test_jsonl_rows_know_their_line(tmp_path):
@@ -43,6 +44,21 @@ def test_a_directory_is_all_its_files_in_order_of_name(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", {"messages": 1})
     (tmp_path / "notes.txt").write_text("not data")
     assert [row.values["messages"] for row in load(tmp_path)] == [1, 2]
+
+
+def test_only_the_first_examples_are_read(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", {"messages": 1}, {"messages": 2})
+    (tmp_path / "b.jsonl").write_text('{"messages": 3}\nnot JSON\n')
+    assert [row.values["messages"] for row in load(tmp_path, num_examples=3)] == [1, 2, 3]
+
+
+def test_the_splits_of_a_hub_data_set_follow_each_other(monkeypatch):
+    splits = {"train": [{"messages": 1}], "test": [{"messages": 2}, {"messages": 3}]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: splits[split])
+    assert [row.values["messages"] for row in load("some/data")] == [1]
+    rows = load("some/data", splits=("test", "train"))
+    assert [row.values["messages"] for row in rows] == [2, 3, 1]
+    assert rows[1].where == "some/data test row 1"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +143,10 @@ def render(row: Row) -> RenderedChat:
     return RenderedChat(token_ids=np.full(length, row.values["id"], np.int32), loss_mask=mask)
 
 
-def packed(lengths, *, batch_size=2, seq_len=8, micro_batch_tokens=8, seed=0, shuffle=True) -> PackedExamples:
+def packed(lengths, *, micro_batch_tokens=8, **fields) -> PackedExamples:
     rows = [Row(where=f"f:{i}", values={"id": i, "length": length}) for i, length in enumerate(lengths)]
-    config = SFTDataConfig(name="d", batch_size=batch_size, seq_len=seq_len, seed=seed, shuffle=shuffle)
-    return PackedExamples(rows, render, config, micro_batch_tokens=micro_batch_tokens)
+    config = SFTDataConfig.model_validate({"name": "d", "batch_size": 2, "seq_len": 8} | fields)
+    return PackedExamples(Examples(rows, render, config), config, micro_batch_tokens=micro_batch_tokens)
 
 
 def ids(batch) -> list[list[int]]:
@@ -182,6 +198,12 @@ def test_rows_are_joined_to_larger_micro_batches():
     assert [row.num_tokens for row in packed([8] * 4, micro_batch_tokens=1).next(0).micro_batches] == [8, 8]
 
 
+def test_the_number_of_rows_in_a_micro_batch_can_be_said():
+    source = packed([8] * 4, batch_size=4, micro_batch_size=2, shuffle=False)
+    assert [row.num_tokens for row in source.next(0).micro_batches] == [16, 16]
+    assert source.max_row_tokens == 16
+
+
 def test_the_seed_alone_decides_the_order_and_every_epoch_has_its_own():
     def order(seed: int, shuffle: bool = True) -> list[list[list[int]]]:
         source = packed([8] * 6, batch_size=6, seed=seed, shuffle=shuffle)
@@ -198,7 +220,7 @@ def test_the_seed_alone_decides_the_order_and_every_epoch_has_its_own():
 def test_examples_that_do_not_fit_or_teach_nothing_are_skipped_and_counted(caplog):
     rows = [Row(where="f", values={"id": i, "length": n, "trained": n != 7}) for i, n in enumerate([8, 9, 7, 20, 8])]
     config = SFTDataConfig(name="d", batch_size=2, seq_len=8, shuffle=False)
-    source = PackedExamples(rows, render, config, micro_batch_tokens=8)
+    source = PackedExamples(Examples(rows, render, config), config, micro_batch_tokens=8)
     with caplog.at_level("WARNING", logger="prime_rl"):
         assert [ids(source.next(step)) for step in range(3)] == [[[0], [4]]] * 3
     assert caplog.text.count("Skipped 3 of 5 rows: 2 are longer than seq_len = 8, 1 have nothing to train on") == 1
@@ -213,6 +235,40 @@ def test_an_error_of_rendering_names_the_row():
     def refuse(row: Row) -> RenderedChat:
         raise DataError("messages[0].role must be one of ...")
 
-    source = PackedExamples([Row(where="f:7", values={})], refuse, SFTDataConfig(name="d"), micro_batch_tokens=8)
+    examples = Examples([Row(where="f:7", values={})], refuse, SFTDataConfig(name="d"))
     with pytest.raises(DataError, match=r"^f:7: messages\[0\]\.role"):
-        source.next(0)
+        next(iter(examples))
+
+
+def fake(count: int, *, seed: int = 0, vocab_size: int = 50, **fields) -> list[RenderedChat]:
+    config = SFTFakeDataConfig.model_validate({"seq_len": 64} | fields)
+    return list(itertools.islice(fake_examples(config, vocab_size=vocab_size, seed=seed), count))
+
+
+def test_made_up_examples_of_fixed_length_fill_their_row_with_increasing_tokens():
+    for example in fake(3):
+        assert example.token_ids.tolist() == [number % 50 for number in range(64)]
+        assert example.loss_mask.tolist() == [False] + [True] * 63
+
+
+def test_made_up_examples_of_variable_length_have_any_from_2_on():
+    lengths = {len(example.token_ids) for example in fake(500, length="variable", seq_len=5)}
+    assert lengths == {2, 3, 4, 5}
+
+
+def test_random_tokens_are_of_the_vocabulary_and_of_the_seed():
+    examples = fake(20, input_ids="random")
+    tokens = np.concatenate([example.token_ids for example in examples])
+    assert (tokens.min(), tokens.max()) == (0, 49)
+    assert tokens.dtype == np.int32
+    again, other = fake(20, input_ids="random"), fake(20, input_ids="random", seed=1)
+    assert [example.token_ids.tolist() for example in again] == [example.token_ids.tolist() for example in examples]
+    assert (other[0].token_ids != examples[0].token_ids).any()
+
+
+def test_made_up_examples_are_packed_as_others_are():
+    config = SFTFakeDataConfig(batch_size=4, seq_len=64, length="variable")
+    source = PackedExamples(fake_examples(config, vocab_size=50, seed=0), config, micro_batch_tokens=128)
+    batches = [source.next(step) for step in range(10)]
+    assert all([row.num_tokens <= 128 for row in batch.micro_batches] == [True, True] for batch in batches)
+    assert sum(batch.num_sequences for batch in batches) > 10 * 4  # more than one to a row

@@ -1,15 +1,21 @@
 import json
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.config.trainer import AdamWConfig, SFTConfig, SFTDataConfig, TrainerModelConfig, WeightsConfig
+from prime_rl.config.shared import LogConfig
+from prime_rl.config.trainer import (
+    AdamWConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTFakeDataConfig,
+    TrainerModelConfig,
+    WeightsConfig,
+)
 from prime_rl.errors import ConfigError, DataError
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.sft.train import run, sft_loss
-from prime_rl.trainer.streams import TokenStreams
+from prime_rl.trainer.sft.train import run
 from prime_rl.transport.manifest import complete_steps
 
 
@@ -28,18 +34,6 @@ def config(tmp_path, model_dir) -> SFTConfig:
         device="cpu",
         output_dir=tmp_path / "run",
     )
-
-
-def test_the_loss_is_the_negative_log_likelihood():
-    streams = TokenStreams(
-        logprobs_N=torch.tensor([-0.1, -0.2]),
-        entropies_N=torch.tensor([0.5, 1.5]),
-        inference_logprobs_N=torch.zeros(2),
-        advantages_N=torch.zeros(2),
-    )
-    output = sft_loss(streams)
-    assert output.loss_sum.item() == pytest.approx(0.3)
-    assert output.metrics_N["entropy"].tolist() == [0.5, 1.5]
 
 
 def test_the_loss_falls_and_weights_are_published_at_the_interval_and_the_end(config):
@@ -85,3 +79,25 @@ def test_a_malformed_row_is_named_by_file_and_line(config, tmp_path):
     with pytest.raises(DataError, match=r"data\.jsonl:1: messages\[0\]\.role must be one of"):
         run(config)
     assert complete_steps(RunPaths(config.output_dir).weights) == []
+
+
+def test_made_up_rows_train_without_data_or_tokenizer(config, model_dir):
+    for file in model_dir.glob("tokenizer*"):
+        file.unlink()
+    data = SFTFakeDataConfig(batch_size=4, seq_len=32, micro_batch_size=2)
+    run(config.model_copy(update={"data": data, "max_steps": 10}))
+    paths = RunPaths(config.output_dir)
+    assert complete_steps(paths.weights) == [10]
+    rows = read_metrics(paths.metrics("trainer"))
+    assert {row["progress/tokens"] for row in rows} == {128}
+    assert rows[-1]["loss/mean"] < 0.5 * rows[0]["loss/mean"]  # counting is soon learnt
+
+
+def test_the_first_example_of_every_batch_is_logged_when_asked_for(config, caplog):
+    with caplog.at_level("INFO", logger="prime_rl"):
+        run(config.model_copy(update={"max_steps": 2}))
+        assert "Batch 0" not in caplog.text
+        again = {"max_steps": 2, "log": LogConfig(log_data=True), "output_dir": config.output_dir / "again"}
+        run(config.model_copy(update=again))
+    assert "Batch 0 begins with '<|im_start|>user\\nquestion " in caplog.text
+    assert "Batch 1 begins with " in caplog.text

@@ -1,0 +1,83 @@
+"""The train files as scripts, as `torchrun` starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prime_rl
+from prime_rl.config.load import load
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths
+
+TRAINER = Path(prime_rl.__file__).parent / "trainer"
+RL, SFT = TRAINER / "rl" / "train.py", TRAINER / "sft" / "train.py"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run a script to its end in an empty directory, as one rank of a world."""
+
+    def run(script: Path, *flags: str, rank: int = 0, world_size: int = 1) -> subprocess.CompletedProcess[str]:
+        search_path = os.pathsep.join([str(TRAINER.parents[1]), *sys.path])
+        environment = os.environ | {"PYTHONPATH": search_path, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        command = [sys.executable, "-X", "importtime", str(script), *flags]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+def said(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+
+
+@pytest.mark.parametrize(("script", "name", "root"), [(RL, "trainer", TrainerConfig), (SFT, "sft", SFTConfig)])
+def test_a_dry_run_writes_the_configuration_under_the_command_s_name_and_imports_no_torch(
+    start, tmp_path, script, name, root
+):
+    done = start(script, "--dry-run", "--optim.lr", "0.5")
+    assert done.returncode == 0, said(done)
+    assert done.stdout == f"{name}: wrote outputs/configs/{name}.toml\n"
+    assert load(root, ["@", str(tmp_path / "outputs" / "configs" / f"{name}.toml")], {}).optim.lr == 0.5
+    assert " prime_rl.trainer.script\n" in done.stderr
+    assert " torch\n" not in done.stderr
+
+
+def test_of_several_ranks_the_first_speaks_and_writes(start, tmp_path):
+    done = start(RL, "--dry-run", "--async-level", "3", rank=1, world_size=2)
+    assert (done.returncode, done.stdout, said(done)) == (0, "", [])
+    assert not (tmp_path / "outputs").exists()
+    done = start(RL, "--dry-run", "--async-level", "3", rank=0, world_size=2)
+    assert (tmp_path / "outputs" / "configs" / "trainer.toml").exists()
+    assert len(said(done)) == 1
+    assert "--max-async-level" in said(done)[0]
+
+
+def test_a_real_start_of_several_ranks_is_refused_once_and_leaves_nothing(start, tmp_path):
+    first, second = (start(SFT, rank=rank, world_size=2) for rank in range(2))
+    assert first.returncode == second.returncode == 1
+    assert said(second) == []
+    assert said(first) == ["sft: the trainer runs as one process in this version, not as 2: drop --nproc-per-node"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_start_trains_logs_and_records_under_the_command_s_name(start, tmp_path, model_dir):
+    flags = ("--model.name", str(model_dir), "--data.type", "fake", "--data.batch-size", "2", "--max-steps", "2")
+    done = start(SFT, *flags, "--device", "cpu", "--log.json-logging")
+    assert done.returncode == 0, said(done)
+    paths = RunPaths(tmp_path / "outputs")
+    assert [row["step"] for row in read_metrics(paths.metrics("trainer"))] == [0, 1]
+    assert load(SFTConfig, ["@", str(paths.config("sft"))], {}).max_steps == 2
+    assert '"message": "Step 1 | Time: ' in paths.log("sft").read_text()
+
+
+def test_a_process_without_a_log_file_writes_none(start, tmp_path):
+    done = start(RL, "--data.fake", "--max-steps", "1", "--model.name", str(tmp_path / "none"), "--no-log.file")
+    assert done.returncode == 1
+    assert said(done)[-1].startswith(f"trainer: model '{tmp_path / 'none'}' is neither a local directory")
+    assert not (tmp_path / "outputs" / "logs").exists()
