@@ -128,16 +128,6 @@ def test_training_and_evaluation_use_the_same_texts_sampling_and_starting_model(
     assert training["model"]["name"] == f"{warm_up['output_dir']}/weights/step_{warm_up['max_steps']}"
 
 
-def test_the_three_files_of_the_processes_say_what_the_one_file_says() -> None:
-    whole = read_toml("rl.toml")
-    orchestrator, trainer = read_toml("rl/orch.toml"), read_toml("rl/train.toml")
-    shared = {key: whole[key] for key in ("max_steps", "output_dir", "model")}
-
-    assert orchestrator == {**shared, "seq_len": whole["seq_len"], **whole["orchestrator"]}
-    assert trainer == {**shared, "model": {**whole["model"], "seq_len": whole["seq_len"]}, **whole["trainer"]}
-    assert read_toml("rl/infer.toml") == {key: shared[key] for key in ("output_dir", "model")}
-
-
 def test_the_model_has_an_embedding_for_each_token_and_ends_where_the_tokenizer_does(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
