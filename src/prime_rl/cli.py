@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from prime_rl.config.inference import InferenceConfig
     from prime_rl.config.orchestrator import OrchestratorConfig
     from prime_rl.config.roots import RLConfig
-    from prime_rl.config.trainer import SFTConfig, TrainerConfig
 
 USAGE = """\
 usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
@@ -28,24 +27,6 @@ usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
 prime-rl COMMAND --help tells a command's keys. Each command exists without `prime-rl` in front, too."""
 
 
-def _process(
-    name: str, config: "TrainerConfig | SFTConfig | OrchestratorConfig | InferenceConfig | EvalConfig"
-) -> None:
-    """What every process does first: log, and watch its launcher. A launched process's log is its standard error."""
-    from prime_rl import lifeline
-    from prime_rl.config.command import record_config
-    from prime_rl.logs import setup_logging
-    from prime_rl.paths import RunPaths
-
-    paths = RunPaths(config.output_dir)
-    is_launched = lifeline.VARIABLE in os.environ
-    if not is_launched:
-        record_config(config, name, paths)
-    file = paths.log(name) if config.log.file and not is_launched else None
-    setup_logging(name, config.log.level, file, as_json=config.log.json_logging)
-    lifeline.watch_launcher()
-
-
 def rl(argv: Sequence[str] | None = None) -> None:
     """`rl`: plan, start and watch the three processes."""
     from prime_rl.config.command import run_command
@@ -55,8 +36,9 @@ def rl(argv: Sequence[str] | None = None) -> None:
 
 
 def _rl_files(config: "RLConfig") -> "Files":
-    from prime_rl.launch.local import check_run_dir, named_machine
+    from prime_rl.launch.local import named_machine
     from prime_rl.launch.plan import plan_rl
+    from prime_rl.paths import check_run_dir
 
     check_run_dir(config.output_dir, clean=config.clean)
     specs = plan_rl(config, named_machine(os.environ))
@@ -65,10 +47,10 @@ def _rl_files(config: "RLConfig") -> "Files":
 
 def _rl(config: "RLConfig") -> None:
     from prime_rl.config.load import write_toml
-    from prime_rl.launch.local import Stopped, claim_run_dir, run_local, this_machine
+    from prime_rl.launch.local import Stopped, run_local, this_machine
     from prime_rl.launch.plan import plan_rl
     from prime_rl.logs import get_logger, setup_logging
-    from prime_rl.paths import RunPaths
+    from prime_rl.paths import RunPaths, claim_run_dir
     from prime_rl.view.console import RLConsole
 
     specs = plan_rl(config, this_machine(os.environ))
@@ -95,42 +77,20 @@ def _rl(config: "RLConfig") -> None:
 
 def sft(argv: Sequence[str] | None = None) -> None:
     """`sft`: supervised fine-tuning in this process."""
-    from prime_rl.config.command import run_command
     from prime_rl.config.trainer import SFTConfig
-
-    run_command("sft", SFTConfig, _sft, files=_sft_files, argv=argv)
-
-
-def _sft_files(config: "SFTConfig") -> "Files":
-    from prime_rl.launch.local import check_run_dir
-
-    check_run_dir(config.output_dir, clean=config.clean)
-    return {"sft": config}
-
-
-def _sft(config: "SFTConfig") -> None:
-    from prime_rl.launch.local import claim_run_dir
-
-    claim_run_dir(config.output_dir, clean=config.clean)
-    _process("sft", config)
+    from prime_rl.trainer.script import main
     from prime_rl.trainer.sft.train import run
 
-    run(config)
+    main("sft", SFTConfig, run, argv)
 
 
 def trainer(argv: Sequence[str] | None = None) -> None:
     """`trainer`: the RL trainer alone."""
-    from prime_rl.config.command import run_command
     from prime_rl.config.trainer import TrainerConfig
-
-    run_command("trainer", TrainerConfig, _trainer, argv=argv)
-
-
-def _trainer(config: "TrainerConfig") -> None:
-    _process("trainer", config)
     from prime_rl.trainer.rl.train import run
+    from prime_rl.trainer.script import main
 
-    run(config)
+    main("trainer", TrainerConfig, run, argv)
 
 
 def orchestrator(argv: Sequence[str] | None = None) -> None:
@@ -142,7 +102,9 @@ def orchestrator(argv: Sequence[str] | None = None) -> None:
 
 
 def _orchestrator(config: "OrchestratorConfig") -> None:
-    _process("orchestrator", config)
+    from prime_rl.config.command import begin
+
+    begin("orchestrator", config)
     from prime_rl.orchestrator.orchestrator import run
 
     run(config)
@@ -157,7 +119,9 @@ def inference(argv: Sequence[str] | None = None) -> None:
 
 
 def _inference(config: "InferenceConfig") -> None:
-    _process("inference", config)
+    from prime_rl.config.command import begin
+
+    begin("inference", config)
     from prime_rl.inference.server import run
 
     run(config)
@@ -172,6 +136,7 @@ def evaluate(argv: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(config: "EvalConfig") -> None:
+    from prime_rl.config.command import begin
     from prime_rl.launch.local import Stopped, find_server, run_local, this_machine
     from prime_rl.launch.plan import plan_eval
 
@@ -183,7 +148,7 @@ def _evaluate(config: "EvalConfig") -> None:
         except Stopped:
             sys.exit(130)
         return
-    _process("eval", config)
+    begin("eval", config)
     from prime_rl.evals.runner import run
 
     run(config)

@@ -12,15 +12,18 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from prime_rl import lifeline
 from prime_rl.config.explain import explain
 from prime_rl.config.help import help_text
 from prime_rl.config.load import Resolved, dotted, resolve, to_toml, write_toml
 from prime_rl.config.pending import Wish, wishes
 from prime_rl.config.reads import start_recording
+from prime_rl.config.shared import ProcessConfig
 from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.logs import setup_logging
 from prime_rl.paths import RunPaths
 
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound=ProcessConfig)
 Files = Mapping[str, BaseModel]
 """Process -> its resolved configuration, written to `configs/<process>.toml`."""
 
@@ -54,7 +57,7 @@ def run_command(
         is_dry = any(word in DRY_RUN for word in words)
         key, words = _take_key([word for word in words if word not in DRY_RUN])
         resolved = resolve(root, words)
-        is_debug = getattr(getattr(resolved.config, "log", None), "level", "") == "debug"
+        is_debug = resolved.config.log.level == "debug"
         for notice in resolved.notices if is_first_rank() else []:
             print(f"{name}: note: {notice}", file=sys.stderr)
         if key is not None:
@@ -68,7 +71,7 @@ def run_command(
     except PrimeRLError as error:
         if is_debug:
             raise
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{name}: {error}" if is_first_rank() else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -94,11 +97,25 @@ def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
     write_toml(config, path)
 
 
+def begin(process: str, config: ProcessConfig) -> None:
+    """What every process does before its work: record its configuration, log, watch its launcher.
+
+    The log of a process that was launched is its standard error, which the launcher sends to a file.
+    """
+    paths = RunPaths(config.output_dir)
+    is_launched = lifeline.VARIABLE in os.environ
+    if not is_launched:
+        record_config(config, process, paths)
+    file = paths.log(process) if config.log.file and not is_launched else None
+    setup_logging(process, config.log.level, file, as_json=config.log.json_logging)
+    lifeline.watch_launcher()
+
+
 def _dry_run(name: str, resolved: Resolved[Config], files: Files) -> None:
     if not is_first_rank():
         return
     for process, config in files.items():
-        paths = RunPaths(resolved.config.output_dir)  # type: ignore[attr-defined]  # every root has one
+        paths = RunPaths(resolved.config.output_dir)
         record_config(config, process, paths)
         print(f"{name}: wrote {paths.config(process)}")
     for wish in wishes(resolved.config):
@@ -133,6 +150,7 @@ def _take_key(words: list[str]) -> tuple[str | None, list[str]]:
 def _show(text: str) -> None:
     """Print a long text; a reader that has seen enough (`| head`) is no error."""
     try:
-        print(text, flush=True)
+        if is_first_rank():
+            print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

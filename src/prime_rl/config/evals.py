@@ -14,6 +14,7 @@ from prime_rl.config.shared import (
     EnvConfig,
     LogConfig,
     ModelConfig,
+    ProcessConfig,
     SamplingConfig,
     check_env_labels,
 )
@@ -148,7 +149,7 @@ class OnlineEvalConfig(_BaseEvalConfig):
     """Whether training rollouts in flight make room for an evaluation."""
 
 
-class EvalConfig(_BaseEvalConfig):
+class EvalConfig(_BaseEvalConfig, ProcessConfig):
     """`eval`: measures a model, and the weights of a run, on environments."""
 
     model: ModelConfig = ModelConfig()

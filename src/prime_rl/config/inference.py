@@ -1,12 +1,11 @@
 """The inference server's configuration. Engine keys have the names of vLLM's flags where they mean the same."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from prime_rl.config.artifacts import SharedWeightBroadcastConfig
-from prime_rl.config.shared import DEFAULT_OUTPUT_DIR, BaseConfig, Device, LogConfig, ModelConfig
+from prime_rl.config.shared import BaseConfig, Device, ModelConfig, ProcessConfig
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has kernels for."""
@@ -57,7 +56,7 @@ class ParallelConfig(BaseConfig):
     """Copies of the model; with `rl` it follows from `inference_gpu_ids` and `tp`."""
 
 
-class InferenceConfig(BaseConfig):
+class InferenceConfig(ProcessConfig):
     """`inference`: serves the current policy over an OpenAI-compatible API."""
 
     backend: Literal["auto", "embedded", "vllm"] = "auto"
@@ -112,11 +111,6 @@ class InferenceConfig(BaseConfig):
 
     api_key: str | None = None
     """Bearer key that every route but `/health` asks for. None: none is asked for, and only loopback is served."""
-
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory (logs)."""
-
-    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _lora(self) -> Any:

@@ -1,6 +1,5 @@
 """The orchestrator's configuration: environments, batches, and how far generation may run ahead of training."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,12 +16,12 @@ from prime_rl.config.artifacts import (
 from prime_rl.config.evals import OnlineEvalConfig
 from prime_rl.config.monitors import HeartbeatConfig, OrchestratorWandbConfig, PrimeMonitorConfig
 from prime_rl.config.shared import (
-    DEFAULT_OUTPUT_DIR,
     BaseConfig,
     ClientConfig,
     EnvConfig,
     LogConfig,
     ModelConfig,
+    ProcessConfig,
     SamplingConfig,
     check_env_labels,
 )
@@ -122,7 +121,7 @@ class ValConfig(BaseConfig):
     """Steps between two such looks."""
 
 
-class OrchestratorConfig(BaseConfig):
+class OrchestratorConfig(ProcessConfig):
     """`orchestrator`: runs environments against the inference server and turns rollouts into training batches."""
 
     client: ClientConfig = ClientConfig()
@@ -224,9 +223,6 @@ class OrchestratorConfig(BaseConfig):
 
     seed: int = 42
     """Seeds the order of the examples."""
-
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory; shared with the trainer."""
 
     log: LogConfig = LogConfig()
 

@@ -139,7 +139,7 @@ PENDING: dict[str, Pending] = {
     **dict.fromkeys(
         [
             *("SFTDataConfig.subsets", "SFTDataConfig.probabilities", "SFTDataConfig.stopping_strategy"),
-            *("_BaseDataConfig.pack_function", "SFTConfig.loss_impl", "TokenizerConfig.name"),
+            *("_BaseDataConfig.pack_function", "SFTConfig.loss_impl"),
             "TokenizerConfig.chat_template",
         ],
         Pending(SFT_DATA),

@@ -30,8 +30,8 @@ Every key of every command, generated from the schema (`make docs`). How values 
 told in the [README](../README.md#configure-it). On the command line, `trainer.optim.lr` is `--trainer.optim.lr`; a dash
 and an underscore are the same. `COMMAND --explain KEY` tells where a value came from.
 
-A key marked *later* is accepted by `--dry-run`; a real start refuses every value but the default until what it waits for
-is built.
+A key marked *later* is accepted by `--dry-run`; a real start refuses every value but the default until what it waits
+for is built.
 """
 
 

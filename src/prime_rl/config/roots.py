@@ -1,7 +1,6 @@
 """The `rl` configuration: the three processes and the facts they share, and every check across sections."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -12,7 +11,8 @@ from prime_rl.config.compat import resolve_gpu_counts
 from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ServerConfig
 from prime_rl.config.monitors import SharedWandbConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, BaseConfig, SharedLogConfig
+from prime_rl.config.schema import Path
+from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig
 from prime_rl.config.sources import Setting, Values
 from prime_rl.config.trainer import LoRAConfig, TrainerConfig
 
@@ -31,7 +31,7 @@ class SharedModelConfig(BaseConfig):
     """A local directory in Hugging Face format, or a hub name."""
 
 
-class RLConfig(BaseConfig):
+class RLConfig(ProcessConfig):
     """`rl`: starts and watches inference server, orchestrator and trainer."""
 
     shared: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -93,21 +93,17 @@ class RLConfig(BaseConfig):
     teacher_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the teacher's server, likewise. None: it has none."""
 
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory."""
-
     clean: bool = False
     """Delete what an earlier run left in the run directory. Without it, a used directory is refused."""
 
     bench: bool = False
     """Measure inference and trainer, each alone, and print a table."""
 
-    log: SharedLogConfig = SharedLogConfig()
-
     @classmethod
     def prepare(cls, values: Values) -> None:
         """Fill in, before validation, what follows from other keys."""
         resolve_gpu_counts(values)
+        _bench_both(values)
         _name_wandb_runs(values)
         _fit_server_to_run(values)
         _fit_parallelism_to_gpus(values)
@@ -125,16 +121,6 @@ class RLConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.client.base_url is {base_urls[0]} but the server that is started listens on port {port};"
                 " set inference.server.port to match, or leave [inference] out to use a running server"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_model(self) -> Any:
-        tokenizer = self.trainer.tokenizer.name
-        if tokenizer not in (None, self.model.name):
-            raise ValueError(
-                f"trainer.tokenizer.name is {tokenizer!r} but model.name is {self.model.name!r}: the server and the "
-                "environments use the model's tokenizer; leave trainer.tokenizer.name out"
             )
         return self
 
@@ -181,6 +167,21 @@ class RLConfig(BaseConfig):
 
 def _is_on(values: Values, section: str) -> bool:
     return values.get(tuple(section.split("."))) is not None
+
+
+def _bench_both(values: Values) -> None:
+    """Trainer and inference are measured, the trainer on batches of the size that it would get."""
+    if str(values.get(("bench",))).lower() != "true":
+        return
+    sizes: dict[str, Path] = {"batch_size": ("orchestrator", "batch_size"), "seq_len": ("seq_len",)}
+    origin = values.origin(("bench",))
+    for path, value in ((("trainer", "bench"), {}), (("orchestrator", "bench"), True)):
+        if values.get(path) is None:
+            values.put(Setting(path, value, origin))
+    for key, source in sizes.items():
+        fake = ("trainer", "data", "fake", key)
+        if values.get(fake) is None and values.get(source) is not None:
+            values.put(Setting(fake, values.get(source), values.origin(source)))
 
 
 def _name_wandb_runs(values: Values) -> None:

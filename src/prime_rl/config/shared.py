@@ -57,23 +57,27 @@ class SharedLogConfig(BaseConfig):
     json_logging: bool = False
     """Whether a log line is a JSON object instead of text."""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _short_for_warning(cls, value: Any) -> Any:
+        return "warning" if value == "warn" else value
 
-class LogConfig(SharedLogConfig):
-    """What a process writes to its log."""
 
-    vf_level: Level = "warning"
-    """The same for the environments' library (`verifiers`)."""
-
-    env_worker_logs: bool = True
-    """Whether each environment's workers write to `logs/envs/`."""
+class TrainerLogConfig(SharedLogConfig):
+    """What the trainer writes to its log."""
 
     log_data: bool = False
     """Whether the first sample of every batch is logged as text."""
 
-    @field_validator("vf_level", "level", mode="before")
-    @classmethod
-    def _short_for_warning(cls, value: Any) -> Any:
-        return "warning" if value == "warn" else value
+
+class LogConfig(TrainerLogConfig):
+    """What a process that runs environments writes to its log."""
+
+    vf_level: Level = "warning"
+    """The least severe kind of line of the environments' library (`verifiers`)."""
+
+    env_worker_logs: bool = True
+    """Whether each environment's workers write to `logs/envs/`."""
 
 
 class ElasticConfig(BaseConfig):
@@ -198,3 +202,12 @@ def check_env_labels(envs: tuple[EnvConfig, ...]) -> None:
 Device = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_OUTPUT_DIR = Path("outputs")
+
+
+class ProcessConfig(BaseConfig):
+    """What every command has: a run directory and a log."""
+
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """The run directory."""
+
+    log: SharedLogConfig = SharedLogConfig()

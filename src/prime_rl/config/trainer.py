@@ -17,12 +17,12 @@ from prime_rl.config.artifacts import (
 )
 from prime_rl.config.monitors import HeartbeatConfig, MetricsServerConfig, TrainerWandbConfig
 from prime_rl.config.shared import (
-    DEFAULT_OUTPUT_DIR,
     BaseConfig,
     Device,
-    LogConfig,
     ModelConfig,
+    ProcessConfig,
     TokenizerConfig,
+    TrainerLogConfig,
 )
 
 
@@ -265,7 +265,7 @@ class DebugConfig(BaseConfig):
     """Seconds that a step takes at least: a stand-in for a larger model when overlap is measured."""
 
 
-class _BaseTrainerConfig(BaseConfig):
+class _BaseTrainerConfig(ProcessConfig):
     """What RL and SFT configure alike."""
 
     model: TrainerModelConfig = TrainerModelConfig()
@@ -298,10 +298,7 @@ class _BaseTrainerConfig(BaseConfig):
     device: Device = "auto"
     """Where to train. auto: the first visible GPU, else the CPU."""
 
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory."""
-
-    log: LogConfig = LogConfig()
+    log: TrainerLogConfig = TrainerLogConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
@@ -386,6 +383,15 @@ class TrainerConfig(_BaseTrainerConfig):
 
     max_concurrent_runs: int = Field(default=1, ge=1)
     """Runs, each with an adapter of its own, that share this trainer."""
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> Any:
+        if self.tokenizer.name not in (None, self.model.name):
+            raise ValueError(
+                f"tokenizer.name is {self.tokenizer.name!r} but model.name is {self.model.name!r}: the server and the "
+                "environments use the model's tokenizer; leave tokenizer.name out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _broadcast_fits(self) -> Any:

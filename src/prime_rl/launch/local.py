@@ -26,7 +26,7 @@ from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import write_toml
 from prime_rl.config.shared import ClientConfig
-from prime_rl.errors import ConfigError, ProcessFailed
+from prime_rl.errors import ProcessFailed
 from prime_rl.launch.plan import Machine, ProcessSpec, config_path
 from prime_rl.paths import RunPaths
 
@@ -34,11 +34,6 @@ POLL_S = 0.2
 GRACE_S = 5.0
 NUM_LAST_LINES = 15
 PROBE_TIMEOUT_S = 2.0
-OWN_ENTRIES = (
-    *("configs", "logs", "rollouts", "weights", "checkpoints", "evals", "eval", "orchestrator", "trainer"),
-    "reward.svg",
-)
-RESULTS = ("rollouts", "weights", "checkpoints")
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
@@ -75,32 +70,6 @@ def find_server(config: InferenceConfig) -> ClientConfig | None:
             return ClientConfig(base_url=(f"{address}/v1",))
     except (OSError, http.client.HTTPException):
         return None
-
-
-def check_run_dir(output_dir: Path, *, clean: bool) -> bool:
-    """Whether the run directory holds another run's results. Raises: ConfigError if it does, unless `clean`."""
-    found = [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
-    if found and not clean:
-        raise ConfigError(
-            f"{output_dir} already holds a run ({', '.join(found)}); "
-            "choose another directory with --output-dir, or delete that run with --clean"
-        )
-    return bool(found)
-
-
-def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
-    """Make the run directory ours: refuse one that holds another run's batches or weights, or with `clean` delete it.
-
-    What a run that failed before its first batch has left (logs, empty metrics) is deleted unasked. Only entries that a
-    run makes are ever deleted. Raises ConfigError.
-    """
-    if not check_run_dir(output_dir, clean=clean) or clean:
-        for name in OWN_ENTRIES:
-            entry = output_dir / name
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)

@@ -1,22 +1,23 @@
-"""A train file as a script, so that `torchrun` can start it. No torch in here: a dry run needs none."""
+"""The front of a training process: `trainer` and `sft` as commands, and their train files as scripts under `torchrun`.
+
+No torch in here: a dry run needs none.
+"""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prime_rl.config.command import is_first_rank, record_config, run_command
+from prime_rl.config.command import Files, begin, is_first_rank, run_command
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError
-from prime_rl.lifeline import watch_launcher
-from prime_rl.logs import setup_logging
-from prime_rl.paths import RunPaths
+from prime_rl.paths import check_run_dir, claim_run_dir
 
-Config = TypeVar("Config", TrainerConfig, SFTConfig)
+Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
 
 
-def main(name: str, root: type[Config], run: Callable[[Config], None]) -> None:
-    """What the command `name` does with the command line of this process, then `run`.
+def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Sequence[str] | None = None) -> None:
+    """What the command `name` does with a command line, by default this process's; at last `run`.
 
     Of the processes that `torchrun` starts with one command line, the first one speaks and writes.
     """
@@ -25,14 +26,17 @@ def main(name: str, root: type[Config], run: Callable[[Config], None]) -> None:
         if not is_first_rank():
             sys.exit(1)
         refuse_several_processes()
-        paths = RunPaths(config.output_dir)
-        record_config(config, name, paths)
-        file = paths.log(name) if config.log.file else None
-        setup_logging(name, config.log.level, file, as_json=config.log.json_logging)
-        watch_launcher()
+        if isinstance(config, SFTConfig):  # the trainer shares its directory with an orchestrator
+            claim_run_dir(config.output_dir, clean=config.clean)
+        begin(name, config)
         run(config)
 
-    run_command(name, root, work)
+    def files(config: Config) -> Files:
+        if isinstance(config, SFTConfig):
+            check_run_dir(config.output_dir, clean=config.clean)
+        return {name: config}
+
+    run_command(name, root, work, argv=argv, files=files)
 
 
 def refuse_several_processes() -> None:

@@ -118,7 +118,7 @@ def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
     def fail(config: TrainerConfig) -> None:
         load(TrainerConfig, ["@", "missing.toml"])
 
-    with pytest.raises(SystemExit, match="trainer: missing.toml: no such file"):
+    with pytest.raises(SystemExit, match=r"trainer: missing\.toml: no such file"):
         run_command("trainer", TrainerConfig, fail, argv=[])
     with pytest.raises(ValueError, match="no such file"):
         run_command("trainer", TrainerConfig, fail, argv=["--log.level", "debug"])
