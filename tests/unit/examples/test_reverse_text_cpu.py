@@ -137,3 +137,9 @@ def test_the_model_has_an_embedding_for_each_token_and_ends_where_the_tokenizer_
     assert config["vocab_size"] == len(tokenizer)
     assert config["eos_token_id"] == tokenizer.eos_token_id
     assert generation["eos_token_id"] == [tokenizer.eos_token_id]
+
+
+def test_the_server_is_given_no_more_context_than_the_model_has_positions() -> None:
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text())
+
+    assert read_toml("rl.toml")["max_model_len"] == config["max_position_embeddings"]
