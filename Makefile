@@ -31,8 +31,8 @@ check: dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 format: dev
-	@$(BIN)/ruff format src tests benchmarks environments examples
-	@$(BIN)/ruff check --fix src tests benchmarks environments examples
+	@$(BIN)/ruff format src tests benchmarks environments examples configs
+	@$(BIN)/ruff check --fix src tests benchmarks environments examples configs
 
 docs: install
 	@$(BIN)/python -m prime_rl.config.reference > docs/config.md
