@@ -178,10 +178,14 @@ def wishes(config: BaseModel, path: Path = ()) -> Iterator[Wish]:
             yield from wishes(section, here if index is None else (*here, index))
 
 
-def waits_for(cls: type, name: str) -> str | None:
-    """What the key `name` of section `cls` waits for; None for one that is built."""
+def note(cls: type, name: str) -> str:
+    """What the reference says of the key `name` of section `cls`; "" for one that is built."""
     pending = _pending(cls, name, None)
-    return pending.waits_for if pending else None
+    if pending is None:
+        return ""
+    what = "comes" if pending.max_length is None else f"more than {pending.max_length} comes"
+    also = f" ({', '.join(map(str, pending.neutral))} works)" if pending.neutral else ""
+    return f"*Later: {what} with {pending.waits_for}{also}.*"
 
 
 def _pending(cls: type, name: str, value: Any) -> Pending | None:

@@ -8,7 +8,7 @@ from prime_rl.config.evals import EvalConfig
 from prime_rl.config.help import Entry, entry, summary
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.pending import waits_for
+from prime_rl.config.pending import note
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import documentation, target_of
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
@@ -48,7 +48,7 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
     """A table of the plain keys, then each nested section; a section that was shown before is referred to."""
     texts = documentation(cls)
     rows = [
-        _row(prefix, entry(name, field, texts[name]), waits_for(cls, name))
+        _row(prefix, entry(name, field, texts[name]), note(cls, name))
         for name, field in cls.model_fields.items()
         if not target_of(field.annotation).sections
     ]
@@ -63,7 +63,7 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
                 if kind and len(target_of(field.annotation).sections) > 1
                 else key
             )
-            yield from _heading(title, section, texts[name], field.default is None, waits_for(cls, name), command)
+            yield from _heading(title, section, texts[name], field.default is None, note(cls, name), command)
             if section in seen:
                 yield from [f"The keys of [{seen[section]}](#{_anchor(seen[section])}).", ""]
                 continue
@@ -72,20 +72,16 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
 
 
 def _heading(
-    title: str, section: type[BaseModel], text: str, is_off: bool, pending: str | None, command: str
+    title: str, section: type[BaseModel], text: str, is_off: bool, pending: str, command: str
 ) -> Iterator[str]:
-    notes = [text or summary(section), "Off by default." if is_off else "", _later(pending)]
+    notes = [text or summary(section), "Off by default." if is_off else "", pending]
     yield from [f"### {command}: `{title}`", "", " ".join(filter(None, notes)), ""]
 
 
-def _row(prefix: str, about: Entry, pending: str | None) -> str:
-    text = " ".join(filter(None, [about.text, _later(pending)])).replace("|", "\\|")
+def _row(prefix: str, about: Entry, pending: str) -> str:
+    text = " ".join(filter(None, [about.text, pending])).replace("|", "\\|")
     kind = about.type.replace("|", " \\| ")
     return f"| `{prefix}{about.name}` | {kind} | `{about.default}` | {text} |"
-
-
-def _later(pending: str | None) -> str:
-    return f"*Later: comes with {pending}.*" if pending else ""
 
 
 def _anchor(title: str) -> str:
