@@ -30,7 +30,7 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
     Raises: ConfigError naming the word that cannot be read.
     """
     command = Command()
-    words = list(argv)
+    words, before = list(argv), ""
     while words:
         word = words.pop(0)
         if word.startswith("@"):
@@ -38,7 +38,9 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
         elif word.startswith("--") and len(word) > 2:
             _parse_flag(root, word[2:], words, command)
         else:
-            raise ConfigError(f"{word!r}: expected --key value or @ file.toml; see --help")
+            after = f" after {before}" if before else ""
+            raise ConfigError(f"{word!r}{after}: expected --key value or @ file.toml; see --help")
+        before = word
     return command
 
 

@@ -58,6 +58,10 @@ class Gone:
     only: tuple[Any, ...] = ()
     """The values that ask for what happens anyway; others are refused. Empty: any."""
 
+    def accepts(self, value: Any) -> bool:
+        """Whether the value asks for what happens anyway."""
+        return not self.only or str(truth(value)) in map(str, self.only)
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -112,6 +116,8 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "async_level": To("max_async_level"),
         "recompute_logprobs": Gone("the importance ratio is to the engine's own logprobs"),
         "data.path": Refused("batches are read from rollouts/ in the run directory: set output_dir"),
+        "weight_broadcast.save_format": Gone("weights are safetensors", Kind.SCALAR, only=("safetensors",)),
+        "weight_broadcast.save_sharded": Gone("large models are written as several files", only=(True,)),
         "loss.max_norm": To("optim.max_norm"),
         "loss.type": Repair(lambda value: "default" if value == "grpo" else value),
         "loss.variant": Refused(
@@ -161,6 +167,8 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
     "TrainEnvConfig": {
         "group_size": Refused("all environments have groups of one size: set orchestrator.rollouts_per_example"),
         "timeout": Refused("all environments share orchestrator.rollout_timeout"),
+        "num_workers": Refused("all environments have orchestrator.workers_per_env workers"),
+        "max_retries": Refused("all environments share orchestrator.max_attempts"),
     },
     "TrainSamplingConfig": {
         "top_p": Rule(old.unless_neutral("top_p", 1.0), Kind.SCALAR, says="always 1, which training needs"),
@@ -184,6 +192,8 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
     },
     "EvalConfig": {
         **_MONITOR,
+        "wandb.log_extras": Gone("an evaluation logs its scores", Kind.SECTION),
+        "wandb.log_samples": Gone("an evaluation logs its scores", Kind.SECTION),
         "online": Refused("set weights_dir to a run's weights, and watcher to wait for further steps"),
     },
     "InferenceConfig": {
@@ -252,7 +262,8 @@ def kind(root: type[BaseModel], path: Path) -> Kind | None:
             target = _find(root, (*base, *_parts(entry.like), *tail) if entry.like else path)
             return target.kind if target else None
         if isinstance(entry, Rule | Gone) and entry.kind is not None:
-            return Kind.FREE if tail else entry.kind
+            holds_any = entry.kind in (Kind.SECTION, Kind.MAPPING)
+            return entry.kind if not tail else Kind.FREE if holds_any else None
     return Kind.SECTION if _is_around_old_keys(root, path) else None
 
 
@@ -343,11 +354,9 @@ def _apply(root: type[BaseModel], setting: Setting, values: Values) -> tuple[lis
                 root, setting, old_key, f"{_text(setting.value)} is read as {_text(value)}"
             )
         if isinstance(entry, Gone):
-            if entry.only and truth(setting.value) not in entry.only and str(setting.value) not in map(str, entry.only):
-                name = _name(root, old_key, setting)
-                raise ConfigError(
-                    f"{name} {_text(setting.value)} ({setting.origin}) has no counterpart: {entry.instead}"
-                )
+            if not entry.accepts(setting.value):
+                says = f"{_text(setting.value)} has no counterpart: {entry.instead}"
+                raise ConfigError(": ".join(filter(None, _notice(root, setting, old_key, says))))
             return [], _notice(root, setting, old_key, f"is gone: {entry.instead}")
     if setting.value == {} and _is_around_old_keys(root, setting.path):
         return [], None

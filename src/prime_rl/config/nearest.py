@@ -5,8 +5,9 @@ is, one with the same last part will do. Keys of today come before older spellin
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter, ne
 
 from pydantic import BaseModel
 
@@ -15,7 +16,11 @@ from prime_rl.config.schema import Path, all_keys
 
 MAX_ANSWERS = 3
 
+_FAR = 1000
+"""More edits than any two keys are apart."""
+
 Names = tuple[str, ...]
+Keys = Mapping[int, list[Names]]
 
 
 def unknown_key(root: type[BaseModel], path: Path, origin: str) -> str:
@@ -33,18 +38,17 @@ def nearest_keys(root: type[BaseModel], path: Path) -> list[str]:
     """The dotted keys nearest to `path`, equally near ones side by side; none where nothing resembles it."""
     path = compat.renamed(root, path)
     names = tuple(str(part) for part in path if not isinstance(part, int))
-    today, older = _keys(root)
+    if same := [key for key in _by_letters(root).get(_letters(names), []) if len(key) != len(names)]:
+        return [_with_indices(key, path) for key in same[:MAX_ANSWERS]]
     for end in range(len(names), 0, -1):
-        cost, near = min(
-            (_nearest(names[:end], keys, _generous) for keys in (today, older)), key=lambda found: found[0]
-        )
+        cost, near = min((_nearest(names[:end], keys, _generous) for keys in _keys(root)), key=itemgetter(0))
         if near and cost == 0:
             break  # so far it is right: what is wrong stands below
         if near:
             whole = [(*key, *names[end:]) for key in near]
             keys = [key for key in whole if compat.kind_at(root, key)] or near
             return [_with_indices(key, path) for key in keys[:MAX_ANSWERS]]
-    return [_with_indices(key, path) for key in _elsewhere(names, today)[:MAX_ANSWERS]]
+    return [_with_indices(key, path) for key in _elsewhere(root, names)[:MAX_ANSWERS]]
 
 
 def is_misspelt(root: type[BaseModel], path: Path) -> bool:
@@ -52,8 +56,9 @@ def is_misspelt(root: type[BaseModel], path: Path) -> bool:
     return any(_nearest(tuple(map(str, path)), keys, _strict)[1] for keys in _keys(root))
 
 
-def distance(one: str, other: str) -> int:
-    """Single edits between two words: insert, delete, replace, or swap two neighbours."""
+@functools.lru_cache(maxsize=4096)
+def distance(one: str, other: str, most: int) -> int:
+    """Single edits between two words: insert, delete, replace, or swap two neighbours. `most` + 1 stands for more."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):
@@ -63,7 +68,9 @@ def distance(one: str, other: str) -> int:
             if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == opposite:
                 cost = min(cost, above[j - 2] + 1)
             row.append(cost)
-    return row[-1]
+        if min(row) > most:
+            return most + 1
+    return min(row[-1], most + 1)
 
 
 def _generous(word: str) -> int:
@@ -75,46 +82,58 @@ def _strict(word: str) -> int:
 
 
 @functools.cache
-def _keys(root: type[BaseModel]) -> tuple[list[Names], list[Names]]:
-    """The keys of today and the older ones, in parts."""
+def _keys(root: type[BaseModel]) -> tuple[Keys, Keys]:
+    """The keys of today and the older ones, by their number of parts."""
     today = dict.fromkeys(tuple(key.split(".")) for key in all_keys(root))
     older = dict.fromkeys(tuple(key.split(".")) for key in compat.old_keys(root))
-    return list(today), [key for key in older if key not in today]
+    return _by_length(today), _by_length(key for key in older if key not in today)
 
 
-def _nearest(names: Names, keys: Sequence[Names], limit: Callable[[str], int]) -> tuple[float, list[Names]]:
-    """The keys of as many parts with the fewest edits, at most `limit` in a part and two parts in all."""
-    best, near = math.inf, list[Names]()
+def _by_length(keys: Iterable[Names]) -> Keys:
+    groups: dict[int, list[Names]] = {}
     for key in keys:
-        if len(key) != len(names):
-            continue
-        wrong = [(name, part) for name, part in zip(names, key, strict=True) if name != part]
-        if len(wrong) > 2 or any(abs(len(name) - len(part)) > limit(part) for name, part in wrong):
-            continue
-        edits = [_distance(name, part) for name, part in wrong]
-        cost = sum(edits)
-        if cost > best or any(edit > limit(part) for edit, (_, part) in zip(edits, wrong, strict=True)):
-            continue
-        near = [*near, key] if cost == best else [key]
-        best = cost
-    return best, near
+        groups.setdefault(len(key), []).append(key)
+    return groups
 
 
-_distance = functools.lru_cache(maxsize=65536)(distance)
-
-
-def _elsewhere(names: Names, keys: Sequence[Names]) -> list[Names]:
-    """Keys with the same letters, or with the same last part in a place that has most parts in common."""
-    letters = _letters(names)
-    if same := [key for key in keys if _letters(key) == letters]:
-        return same
-    there = [key for key in keys if key[-1] == names[-1]]
-    most = max((len(set(key) & set(names)) for key in there), default=0)
-    return sorted((key for key in there if len(set(key) & set(names)) == most), key=len)
+@functools.cache
+def _by_letters(root: type[BaseModel]) -> Mapping[str, list[Names]]:
+    """The keys of today, by their letters: dots and underscores are easily swapped."""
+    groups: dict[str, list[Names]] = {}
+    for key in itertools.chain.from_iterable(_keys(root)[0].values()):
+        groups.setdefault(_letters(key), []).append(key)
+    return groups
 
 
 def _letters(names: Names) -> str:
     return "".join(names).replace("_", "")
+
+
+def _nearest(names: Names, keys: Keys, limit: Callable[[str], int]) -> tuple[int, list[Names]]:
+    """The keys of as many parts with the fewest edits, at most `limit` in a part and two parts in all."""
+    best, near = _FAR, list[Names]()
+    for key in keys.get(len(names), []):
+        if sum(map(ne, names, key)) > 2:
+            continue
+        cost = sum(_edits(name, part, limit, best) for name, part in zip(names, key, strict=True) if name != part)
+        if cost < _FAR and cost <= best:
+            near = [*near, key] if cost == best else [key]
+            best = cost
+    return best, near
+
+
+def _edits(name: str, part: str, limit: Callable[[str], int], best: int) -> int:
+    most = min(limit(part), best)
+    edits = distance(name, part, most) if abs(len(name) - len(part)) <= most else _FAR
+    return edits if edits <= most else _FAR
+
+
+def _elsewhere(root: type[BaseModel], names: Names) -> list[Names]:
+    """Keys with the same last part, in a place that has most parts in common."""
+    keys = itertools.chain.from_iterable(_keys(root)[0].values())
+    there = [key for key in keys if key[-1] == names[-1]]
+    most = max((len(set(key) & set(names)) for key in there), default=0)
+    return sorted((key for key in there if len(set(key) & set(names)) == most), key=len)
 
 
 def _with_indices(key: Names, path: Path) -> str:

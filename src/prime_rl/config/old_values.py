@@ -240,8 +240,8 @@ def one_more(key: str) -> Callable[[Found], Writes]:
     """Retries as tries: the first one counts too."""
 
     def write(found: Found) -> Writes:
-        text = str(found.value)
-        return [((key,), int(text) + 1 if text.isascii() and text.isdigit() else found.value)]
+        number = _small_number(found.value)
+        return [((key,), found.value if number is None else number + 1)]
 
     return write
 
@@ -261,10 +261,16 @@ class GpuCount:
     @property
     def size(self) -> int:
         """The number. Raises: ConfigError for a value that is none."""
-        text = str(self.count)
-        if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text)):
+        size = _small_number(self.count)
+        if not size:
             raise ConfigError(f"{self.key}: must be a number of GPUs, 1 or more, got {self.count!r} ({self.origin})")
-        return int(text)
+        return size
+
+
+def _small_number(value: Any) -> int | None:
+    """A whole number from 0 to 99999, which may be written as text; None for anything else."""
+    text = "" if isinstance(value, bool) else str(value)
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
 
 
 def gpu_count(key: str) -> Callable[[Found], Writes]:
@@ -286,7 +292,7 @@ def resolve_gpu_counts(values: Values) -> None:
     keys = ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")
     given = {key: values.tree.get(key) for key in keys}
     named = [items(ids) for ids in given.values() if ids not in _NULL and not isinstance(ids, GpuCount)]
-    taken = {int(index) for ids in named for index in ids if str(index).isascii() and str(index).isdigit()}
+    taken = {number for ids in named for index in ids if (number := _small_number(index)) is not None}
     if given["inference_gpu_ids"] in _NULL and isinstance(given["trainer_gpu_ids"], GpuCount):
         taken.add(0)
     for key, count in given.items():

@@ -6,6 +6,7 @@ beyond what is needed to read a value: that is `config.load`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pydantic import BaseModel
 
@@ -62,10 +63,10 @@ def merge(root: type[BaseModel], *layers: Sequence[Setting]) -> Values:
     for layer in layers:
         for written in layer:
             for setting in _flat(written):
-                spelt = Setting(canonical(root, setting.path), setting.value, setting.origin)
+                spelt = replace(setting, path=canonical(root, setting.path))
                 settings, notices = translate(root, spelt, values)
                 for current in settings:
-                    values.put(_entry_of_list(root, current))
+                    values.put(_entry_of_list(root, replace(current, path=canonical(root, current.path))))
                 for place, text in [*notices, *([("", setting.notice)] if setting.notice else [])]:
                     if text not in said:
                         values.notices.append(f"{place}: {text}" if place else text)
