@@ -14,7 +14,7 @@ UNSENDABLE: Final[dict[Any, Any]] = {"object": object(), "surrogate": "\ud800", 
 
 
 class Scripted:
-    """`args["script"]` holds a word per example: ok, raise, fail, hang, block, exit, long, old,
+    """`args["script"]` holds a word per example: ok, talk (two turns), raise, fail, hang, block, exit, long, old,
     garbled, object, surrogate, huge (contents that no message can hold); or seconds to take."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -41,12 +41,15 @@ class Scripted:
             await asyncio.sleep(what)
         failure = Failure(kind=FailureKind.SCORER, message="scorer broke") if what == "fail" else None
         length = 500 if what == "long" else 3
-        turn = Turn(
-            prompt_ids=[1, 2], completion_ids=[5] * length, logprobs=[-0.5] * length,
-            versions=[max(request.version - (what == "old"), 0)] * length,
-        )  # fmt: skip
+        turns = [
+            Turn(
+                prompt_ids=prompt_ids, completion_ids=[5] * length, logprobs=[-0.5] * length,
+                versions=[max(request.version - (what == "old"), 0)] * length,
+            )
+            for prompt_ids in ([1, 2], [1, 2, 5, 5, 5, 3])[: 2 if what == "talk" else 1]
+        ]  # fmt: skip
         return Rollout(
-            id=request.id, env=self._spec.label, example=request.example, failure=failure, turns=[turn],
+            id=request.id, env=self._spec.label, example=request.example, failure=failure, turns=turns,
             reward=float(request.id % 2), messages=[{"role": "user", "content": UNSENDABLE.get(what, str(what))}],
         )  # fmt: skip
 

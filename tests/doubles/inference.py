@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from prime_rl.transport.manifest import digest
+
+Answer = Callable[[Request], Awaitable[Response]]
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 START, END = "<|im_start|>", "<|im_end|>"
@@ -67,19 +69,30 @@ class InferenceDouble:
         self.is_sampling = threading.Event()
         self.most_running = 0
         self.updates: list[tuple[str, int]] = []
+        self.headers: dict[str, dict[str, str]] = {}
+        """Those of the last request to each path."""
+        self.sampling: list[dict] = []
+        """`sampling_params` of every request that was answered."""
         self.base_url = ""
 
     def app(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/health", self._health),
-                Route("/v1/models", self._models),
-                Route("/pause", self._pause, methods=["POST"]),
-                Route("/resume", self._resume, methods=["POST"]),
-                Route("/update_weights", self._update, methods=["POST"]),
-                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/health", self._noted(self._health)),
+                Route("/v1/models", self._noted(self._models)),
+                Route("/pause", self._noted(self._pause), methods=["POST"]),
+                Route("/resume", self._noted(self._resume), methods=["POST"]),
+                Route("/update_weights", self._noted(self._update), methods=["POST"]),
+                Route("/inference/v1/generate", self._noted(self._generate), methods=["POST"]),
             ]
         )
+
+    def _noted(self, answer: Answer) -> Answer:
+        async def noted(request: Request) -> Response:
+            self.headers[request.url.path] = dict(request.headers)
+            return await answer(request)
+
+        return noted
 
     async def _health(self, request: Request) -> Response:
         if self.unwell is not None:
@@ -124,6 +137,7 @@ class InferenceDouble:
 
     async def _sample(self, body: dict, text: str) -> Response:
         """Half of the tokens before the latency, half after: an update in between shows in their versions."""
+        self.sampling.append(body["sampling_params"])
         token_ids = [*self.tokenizer.encode(self.reply(text)), self.tokenizer.eos_token_id]
         limit = body["sampling_params"].get("max_tokens", 500)
         token_ids, ends = token_ids[:limit], len(token_ids) <= limit

@@ -74,7 +74,9 @@ class InferenceClient:
         return state
 
     async def check_model(self, name: str) -> None:
-        """Raises: InferenceError when the server serves other models than `name`."""
+        """Raises: InferenceError when the server serves other models than `name` (`skip_model_check`: never)."""
+        if self._config.skip_model_check:
+            return
         response = await self._request("GET", f"{self.base_url}/models")
         models = [card.get("id") for card in response.json().get("data", [])]
         if name not in models:
@@ -153,7 +155,7 @@ def _absolute(directory: Path) -> str:
 async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
     """A client for the duration of the block."""
     key = os.environ.get(config.api_key_var)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | config.headers
     timeout = httpx.Timeout(config.timeout, connect=CONNECT_TIMEOUT_S)
     # Every request has a connection of its own: there are few, and one sent into a connection that the server closes
     # for being idle would fail.

@@ -26,7 +26,7 @@ from typing import IO, Final, TypeVar
 import msgspec
 
 from prime_rl import lifeline
-from prime_rl.config.shared import ClientConfig, EnvConfig
+from prime_rl.config.shared import ClientConfig, EnvConfig, LogConfig
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
     CancelRollout,
@@ -59,8 +59,8 @@ class PoolLimits:
     """Seconds past a rollout's deadline after which its worker counts as stuck and is killed."""
     close_s: float = 5.0
     """Seconds a worker may take to end by itself."""
-    max_restarts: int = 3
-    """Deaths in a row, without a rollout completed in between, after which the environment is given up."""
+    max_restarts: int = 5
+    """Times in a row, without a rollout completed in between, that a worker which died is replaced; -1: always."""
 
 
 class EnvPool:
@@ -122,19 +122,21 @@ class EnvPool:
 
 @asynccontextmanager
 async def open_pools(
-    specs: Sequence[EnvironmentSpec], *, num_workers: int, log_dir: Path, limits: PoolLimits | None = None
+    specs: Sequence[EnvironmentSpec], *, num_workers: int, log_dir: Path | None, limits: PoolLimits | None = None
 ) -> AsyncIterator[dict[str, EnvPool]]:
     """Start `num_workers` for each environment and hand out the pools by label when all are ready; then end them.
 
+    What workers write goes to a file each in `log_dir`; None: nowhere.
     Raises: EnvironmentSetupError with the reason when an environment cannot be loaded.
     """
     limits = limits or PoolLimits()
-    os.makedirs(log_dir, exist_ok=True)
+    if log_dir is not None:
+        os.makedirs(log_dir, exist_ok=True)
     pools: dict[str, EnvPool] = {}
     started = time.monotonic()
     try:
         for spec in specs:
-            logs = [log_dir / f"{spec.label.replace(os.sep, '_')}-{index}.log" for index in range(num_workers)]
+            logs = [_log_file(log_dir, spec.label, index) for index in range(num_workers)]
             pools[spec.label] = EnvPool(spec, [_Worker(spec, limits, log) for log in logs])
         for pool in pools.values():
             await pool.wait_live()
@@ -145,6 +147,10 @@ async def open_pools(
         yield pools
     finally:
         await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+
+def _log_file(log_dir: Path | None, label: str, index: int) -> Path:
+    return Path(os.devnull) if log_dir is None else log_dir / f"{label.replace(os.sep, '_')}-{index}.log"
 
 
 class _Worker:
@@ -211,10 +217,10 @@ class _Worker:
         while True:
             reason = await self._serve_one()
             self._deaths_in_a_row += 1
-            if self._deaths_in_a_row > self._limits.max_restarts:
+            if 0 <= self._limits.max_restarts < self._deaths_in_a_row:
                 raise EnvironmentSetupError(
                     f"environment {self._spec.label!r}: a worker {reason}, {self._deaths_in_a_row} times in a row; "
-                    f"see {self._log}"
+                    f"{self._where_to_look}"
                 )
             self.num_restarts += 1
             _logger.warning("Environment %s: a worker %s; starting another", self._spec.label, reason)
@@ -243,16 +249,21 @@ class _Worker:
             answer = await asyncio.wait_for(frames.read(), self._limits.setup_s)
         except TimeoutError:
             raise EnvironmentSetupError(
-                f"environment {self._spec.label!r} was not loaded within {self._limits.setup_s:g} s; see {self._log}"
+                f"environment {self._spec.label!r} was not loaded within {self._limits.setup_s:g} s; "
+                f"{self._where_to_look}"
             ) from None
         if isinstance(answer, WorkerRefused):
             raise EnvironmentSetupError(answer.message)
         if not isinstance(answer, WorkerReady):
             raise EnvironmentSetupError(
                 f"environment {self._spec.label!r}: its worker ended with {_ending(await self._end())} while it "
-                f"loaded; see {self._log}"
+                f"loaded; {self._where_to_look}"
             )
         self.ready = answer
+
+    @property
+    def _where_to_look(self) -> str:
+        return "set log.env_worker_logs to see why" if self._log == Path(os.devnull) else f"see {self._log}"
 
     def _finish(self, rollout: Rollout) -> None:
         entry = self._pending.get(rollout.id)
@@ -289,7 +300,7 @@ class _Worker:
             self._process.kill()
 
 
-def environment_spec(env: EnvConfig, *, client: ClientConfig, model: str, log_level: str) -> EnvironmentSpec:
+def environment_spec(env: EnvConfig, *, client: ClientConfig, model: str, log: LogConfig) -> EnvironmentSpec:
     """What workers of a configured environment need to know."""
     return EnvironmentSpec(
         id=env.id,
@@ -299,8 +310,11 @@ def environment_spec(env: EnvConfig, *, client: ClientConfig, model: str, log_le
         base_url=client.base_url[0],
         model=model,
         api_key_var=client.api_key_var,
+        headers=client.headers,
         request_timeout_s=client.timeout,
-        log_level=log_level,
+        log_level=log.level,
+        library_log_level=log.vf_level,
+        logs_json=log.json_logging,
     )
 
 

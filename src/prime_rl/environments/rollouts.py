@@ -16,6 +16,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from prime_rl.config.evals import EvalSamplingConfig
+from prime_rl.config.shared import SamplingConfig
+
 Split = Literal["train", "eval"]
 Api = Literal["auto", "classic", "v1"]
 
@@ -113,6 +116,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
     def num_completion_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)
 
+    @property
+    def text(self) -> str:
+        """The conversation in one line, for a log."""
+        return msgspec.json.encode(self.messages).decode()
+
 
 def failed(request: RolloutRequest, env: str, failure: Failure, *, timings: dict[str, float] | None = None) -> Rollout:
     """The rollout that `request` ended in when it failed before there was anything else to tell."""
@@ -132,8 +140,14 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     door: str = "prime_rl.environments.verifiers"
     """The module whose `load(spec)` gives the `Environment`."""
     api_key_var: str = "OPENAI_API_KEY"
+    headers: dict[str, str] = {}
+    """Sent with every request to the model."""
     request_timeout_s: float = 1200.0
     log_level: str = "info"
+    library_log_level: str = "warning"
+    """That of the library which the environment is written with."""
+    logs_json: bool = False
+    """Whether a log line is a JSON object."""
 
 
 class Environment(Protocol):
@@ -173,17 +187,18 @@ class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     id: int
 
 
-def sampling_args(
-    *, temperature: float, max_tokens: int | None, min_tokens: int, seed: int | None, extra_body: dict[str, Any]
-) -> dict[str, Any]:
-    """Sampling arguments in the form that verifiers' clients forward. What is not set is left out."""
-    args: dict[str, Any] = {"temperature": temperature}
-    if max_tokens is not None:
-        args["max_tokens"] = max_tokens
-    if min_tokens:
-        args["min_tokens"] = min_tokens
-    if seed is not None:
-        args["seed"] = seed
-    if extra_body:
-        args["extra_body"] = dict(extra_body)
-    return args
+def sampling_args(sampling: SamplingConfig, *, rollout_id: int) -> dict[str, Any]:
+    """Sampling arguments of one rollout in the form that verifiers' clients forward. What is not set is left out."""
+    args: dict[str, Any] = {"temperature": sampling.temperature}
+    if sampling.repetition_penalty != 1:
+        args["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.min_tokens:
+        args["min_tokens"] = sampling.min_tokens
+    if sampling.seed is not None:
+        args["seed"] = sampling.seed + rollout_id
+    if sampling.extra_body:
+        args["extra_body"] = dict(sampling.extra_body)
+    optional: dict[str, float | None] = {"max_tokens": sampling.max_tokens}
+    if isinstance(sampling, EvalSamplingConfig):
+        optional |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    return args | {name: value for name, value in optional.items() if value is not None}

@@ -1,29 +1,41 @@
 """Rollouts to training samples. Pure.
 
-A turn whose prompt begins with everything the previous turns saw and sampled continues their sample, so a conversation
-of n turns costs its own length once. Where a prompt does not extend what came before (a template that rewrites
-history, a compacted context), a new sample starts. Token ids are those that the server worked on: nothing is
-tokenized again, so what is trained on is what was sampled.
+interleaved: a turn whose prompt begins with everything the previous turns saw and sampled continues their sample, so a
+conversation of n turns costs its own length once. Where a prompt does not extend what came before (a template that
+rewrites history, a compacted context), a new sample starts.
+
+branching: every turn is a sample, its prompt the context and its completion trained on.
+
+Token ids are those that the server worked on: nothing is tokenized again, so what is trained on is what was sampled.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 
 from prime_rl.data.samples import NOT_SAMPLED, TrainingSample
 from prime_rl.environments.rollouts import Rollout, Turn
 
+Strategy = Literal["interleaved", "branching"]
 
-def training_samples(rollout: Rollout, *, advantage: float, temperature: float) -> list[TrainingSample]:
+
+def training_samples(
+    rollout: Rollout, *, advantage: float, temperature: float, strategy: Strategy = "interleaved"
+) -> list[TrainingSample]:
     """The samples of a rollout that did not fail, in the order of its turns.
 
-    Example: prompt [5, 9] -> [7, 2], then prompt [5, 9, 7, 2, 4] -> [8] gives one sample [5, 9, 7, 2, 4, 8] whose
-    loss mask is [F, F, T, T, F, T].
+    Example: prompt [5, 9] -> [7, 2], then prompt [5, 9, 7, 2, 4] -> [8] gives, interleaved, the sample
+    [5, 9, 7, 2, 4, 8] with the loss mask [F, F, T, T, F, T], and branching, the samples [5, 9, 7, 2] and
+    [5, 9, 7, 2, 4, 8] with the loss masks [F, F, T, T] and [F, F, F, F, F, T].
     """
     assert rollout.failure is None, "a failed rollout is never trained on"
     chains: list[_Chain] = []
     for turn in rollout.turns:
-        chain = next((chain for chain in chains if chain.is_extended_by(turn)), None)
+        chain = None
+        if strategy == "interleaved":
+            chain = next((chain for chain in chains if chain.is_extended_by(turn)), None)
         if chain is None:
             chain = _Chain()
             chains.append(chain)
@@ -45,7 +57,7 @@ def training_samples(rollout: Rollout, *, advantage: float, temperature: float) 
 
 
 def longest_sample(rollout: Rollout) -> int:
-    """Tokens of the longest sample of the rollout: that of its longest turn, prompt included."""
+    """Tokens of the longest sample of the rollout, by either strategy: that of its longest turn, prompt included."""
     return max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns), default=0)
 
 

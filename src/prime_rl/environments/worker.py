@@ -94,7 +94,7 @@ async def run_worker(connection: socket.socket) -> None:
     if spec is None:
         return
     assert isinstance(spec, EnvironmentSpec), "the parent's first frame names the environment"
-    setup_logging(f"env {spec.label}", spec.log_level)
+    setup_logging(f"env {spec.label}", spec.log_level, as_json=spec.logs_json)
     try:
         environment = await importlib.import_module(spec.door).load(spec)
     except Exception as error:  # reported: the orchestrator ends with this message

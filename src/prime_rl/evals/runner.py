@@ -52,13 +52,11 @@ async def evaluate(config: EvalConfig) -> list[EvalReport]:
         raise ConfigError("eval runs against a server: set client.base_url, or start it through the eval command")
     paths = RunPaths(config.output_dir)
     steps = _steps(config, paths)
-    specs = [
-        environment_spec(env, client=config.client, model=config.model.name, log_level=config.log.level)
-        for env in config.env
-    ]
+    specs = [environment_spec(env, client=config.client, model=config.model.name, log=config.log) for env in config.env]
+    log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_client(config.client))
-        opening = open_pools(specs, num_workers=1, log_dir=paths.logs / "envs")
+        opening = open_pools(specs, num_workers=1, log_dir=log_dir)
         pools, served = await together(stack.enter_async_context(opening), _connect(client, config, config.client))
         monitor = JsonlMonitor(paths.metrics("eval"))
         stack.callback(monitor.close)
@@ -112,9 +110,15 @@ class Evaluation:
     """Evaluates environments with whatever the server serves."""
 
     def __init__(self, *, config: EvalConfig, client: InferenceClient, pools: dict[str, EnvPool]) -> None:
-        for pool in pools.values():
+        for env in config.env:
+            pool = pools[env.label]
             if pool.size.num_eval == 0:
                 raise EnvironmentSetupError(f"environment {pool.label!r} has no evaluation examples")
+            if env.skip_first >= pool.size.num_eval:
+                raise ConfigError(
+                    f"skip_first = {env.skip_first} leaves none of the {pool.size.num_eval} evaluation examples of "
+                    f"environment {pool.label!r}"
+                )
             if not pool.size.has_eval_split:
                 _logger.warning(
                     "Environment %s has no evaluation split: what is reported is on the examples that it trains on",
@@ -146,19 +150,25 @@ class Evaluation:
                 (folder / "report.json").write_bytes(report_json(report))
                 reports.append(report)
                 _logger.info("%s", log_line(report))
+                if self._config.log.log_data:
+                    _logger.info("The first rollout of %s is %s", env.label, rollouts[0].text)
         return reports
 
     def _rollouts_per_example(self, env: EvalEnvConfig) -> int:
         return env.rollouts_per_example or self._config.rollouts_per_example
 
+    def _examples(self, env: EvalEnvConfig, num_eval: int) -> range:
+        """Which of the environment's `num_eval` examples."""
+        num_examples = self._config.num_examples if env.num_examples is None else env.num_examples
+        end = num_eval if num_examples == -1 else min(env.skip_first + num_examples, num_eval)
+        return range(env.skip_first, end)
+
     async def _evaluate(self, env: EvalEnvConfig, step: int) -> list[Rollout]:
         """All rollouts of one environment, example after example."""
         pool = self._pools[env.label]
-        num_examples = self._config.num_examples if env.num_examples is None else env.num_examples
-        examples = pool.size.num_eval if num_examples == -1 else min(num_examples, pool.size.num_eval)
         requests = [
             self._request(example * self._rollouts_per_example(env) + number, example, step)
-            for example in range(examples)
+            for example in self._examples(env, pool.size.num_eval)
             for number in range(self._rollouts_per_example(env))
         ]
         supervisor = Supervisor()
@@ -176,17 +186,10 @@ class Evaluation:
         return rollout
 
     def _request(self, request_id: int, example: int, version: int) -> RolloutRequest:
-        sampling = self._config.sampling
         return RolloutRequest(
             id=request_id,
             example=example,
-            sampling=sampling_args(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                min_tokens=sampling.min_tokens,
-                seed=None if sampling.seed is None else sampling.seed + request_id,
-                extra_body=sampling.extra_body,
-            ),
+            sampling=sampling_args(self._config.sampling, rollout_id=request_id),
             version=version,
             timeout_s=self._config.rollout_timeout,
             split="eval",

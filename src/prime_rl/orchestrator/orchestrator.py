@@ -33,7 +33,7 @@ from prime_rl.aio import Supervisor, together
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.environments.client import InferenceClient, open_client
-from prime_rl.environments.pool import EnvPool, environment_spec, open_pools
+from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
 from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, RolloutRequest, sampling_args
 from prime_rl.environments.trajectories import longest_sample, training_samples
 from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError, PrimeRLError
@@ -74,13 +74,12 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         raise ArtifactError(
             f"{paths.rollouts} holds {len(steps)} batches of an earlier run; choose another output_dir or remove it"
         )
-    specs = [
-        environment_spec(env, client=config.client, model=config.model.name, log_level=config.log.level)
-        for env in config.env
-    ]
+    specs = [environment_spec(env, client=config.client, model=config.model.name, log=config.log) for env in config.env]
+    log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
+    limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_client(config.client))
-        opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=paths.logs / "envs")
+        opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
         policy = Policy(client, paths.weights, outage_timeout_s=config.outage_timeout)
         pools, _ = await together(stack.enter_async_context(opening), _connect(client, policy, config))
         monitor = JsonlMonitor(paths.metrics("orchestrator"))
@@ -203,20 +202,12 @@ class Orchestrator:
         self._cancel(self._scheduler.fail(dispatch.rollout_id, counts=not was_outage))
 
     def _request(self, dispatch: Dispatch) -> RolloutRequest:
-        sampling, config = self._config.sampling, self._config
-        seed = None if sampling.seed is None else sampling.seed + dispatch.rollout_id
         return RolloutRequest(
             id=dispatch.rollout_id,
             example=dispatch.example.index,
-            sampling=sampling_args(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                min_tokens=sampling.min_tokens,
-                seed=seed,
-                extra_body=sampling.extra_body,
-            ),
+            sampling=sampling_args(self._config.sampling, rollout_id=dispatch.rollout_id),
             version=dispatch.version,
-            timeout_s=config.rollout_timeout,
+            timeout_s=self._config.rollout_timeout,
         )
 
     def _unfit(self, rollout: Rollout, at_dispatch: int) -> Failure | None:
@@ -299,14 +290,17 @@ class Orchestrator:
         metrics |= progress_metrics(self._progress, scored) | {"progress/epoch": float(self._source.epoch)}
         self._monitor.log(metrics, step=step)
         _logger.info("%s", log_line(step, metrics))
+        if self._config.log.log_data:
+            _logger.info("Batch %d begins with %s", step, scored[0][0].rollout.text)
 
     def _score(self, group: FinishedGroup[Rollout]) -> list[ScoredRollout]:
         advantages = group_advantages([rollout.reward for rollout in group.results])
+        temperature, strategy = self._config.sampling.temperature, self._config.trajectory_strategy
         return [
             ScoredRollout(
                 rollout=rollout,
                 advantage=advantage,
-                samples=training_samples(rollout, advantage=advantage, temperature=self._config.sampling.temperature),
+                samples=training_samples(rollout, advantage=advantage, temperature=temperature, strategy=strategy),
             )
             for rollout, advantage in zip(group.results, advantages, strict=True)
         ]

@@ -38,6 +38,34 @@ async def test_a_proxy_of_the_surroundings_is_not_asked(inference, monkeypatch):
         assert await client.health() == 0
 
 
+async def test_headers_go_with_every_request_and_outdo_the_key(inference, monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_KEY", "s3cret")
+    config = ClientConfig(base_url=(inference.base_url,), api_key_var="SOME_KEY", headers={"X-Team": "blue"})
+    publish_number(tmp_path / "weights", 1)
+    async with open_client(config) as client:
+        await client.health()
+        await client.check_model(str(inference.model))
+        await client.update_weights(tmp_path / "weights" / "step_1", 1)
+    for path in ("/health", "/v1/models", "/update_weights"):
+        assert inference.headers[path]["x-team"] == "blue"
+        assert inference.headers[path]["authorization"] == "Bearer s3cret"
+    own = config.model_copy(update={"headers": {"Authorization": "Basic abc"}})
+    async with open_client(own) as client:
+        await client.health()
+    assert inference.headers["/health"]["authorization"] == "Basic abc"
+
+
+async def test_a_server_of_another_model_is_refused_unless_it_shall_not_be_asked(inference):
+    config = ClientConfig(base_url=(inference.base_url,))
+    async with open_client(config) as client:
+        with pytest.raises(InferenceError, match="not another; start it with the same model name"):
+            await client.check_model("another")
+    inference.headers.clear()
+    async with open_client(config.model_copy(update={"skip_model_check": True})) as client:
+        await client.check_model("another")
+    assert inference.headers == {}
+
+
 async def test_waiting_for_a_server_ends_with_its_address(client, inference):
     inference.server.stop()
     with pytest.raises(InferenceError, match=rf"answered at {inference.base_url[:-3]}/health within 0\.2 s"):

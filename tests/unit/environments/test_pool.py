@@ -1,6 +1,7 @@
 """Real worker processes; the environments in them are scripted, so they load at once."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -9,10 +10,12 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from prime_rl.environments.pool import PoolLimits, open_pools
+from prime_rl.config.shared import ClientConfig, EnvConfig, LogConfig
+from prime_rl.environments.pool import PoolLimits, environment_spec, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec, FailureKind, RolloutRequest
 from prime_rl.errors import EnvironmentSetupError
 
@@ -37,9 +40,9 @@ def request_of(index, *, timeout_s=30.0):
 
 
 @asynccontextmanager
-async def pool_over(spec, tmp_path, *, num_workers=1, **limits):
+async def pool_over(spec, log_dir, *, num_workers=1, **limits):
     limits = PoolLimits(**limits)
-    async with open_pools([spec], num_workers=num_workers, log_dir=tmp_path, limits=limits) as pools:
+    async with open_pools([spec], num_workers=num_workers, log_dir=log_dir, limits=limits) as pools:
         yield pools[spec.label]
 
 
@@ -88,6 +91,28 @@ async def test_what_an_environment_prints_goes_to_the_log_and_harms_no_frame(tmp
     assert (tmp_path / "scripted-0.log").read_text().count("to standard output") == 50
 
 
+async def test_without_a_log_it_is_said_how_to_get_one():
+    async with pool_over(spec_of("ok"), None) as pool:
+        assert (await pool.run(request_of(0))).failure is None
+    with pytest.raises(
+        EnvironmentSetupError, match=r"exit code 9 while it loaded; set log\.env_worker_logs to see why"
+    ):
+        async with pool_over(spec_of("ok", die=True), None):
+            raise AssertionError("the pool was handed out")
+
+
+async def test_a_worker_logs_as_its_parent_does(tmp_path):
+    for name, as_json in (("text", False), ("json", True)):
+        spec = msgspec.structs.replace(spec_of("ok", crash="No module named 'x'"), logs_json=as_json)
+        with pytest.raises(EnvironmentSetupError, match="ModuleNotFoundError"):
+            async with pool_over(spec, tmp_path / name):
+                raise AssertionError("the pool was handed out")
+    (line,) = (tmp_path / "json" / "scripted-0.log").read_text().splitlines()
+    assert json.loads(line)["process"] == "env scripted"
+    assert json.loads(line)["message"] == "The environment cannot be loaded"
+    assert "ERROR   env scripted | The environment cannot" in (tmp_path / "text" / "scripted-0.log").read_text()
+
+
 async def test_rollouts_go_to_the_worker_that_holds_the_fewest(tmp_path):
     async with pool_over(spec_of(0.2), tmp_path, num_workers=2) as pool:
         await asyncio.gather(*(pool.run(request_of(0)) for _ in range(10)))
@@ -130,6 +155,15 @@ async def test_an_environment_that_ends_its_workers_again_and_again_is_given_up(
             await watch
         with pytest.raises(EnvironmentSetupError, match="2 times in a row"):
             await pool.run(request_of(0))
+
+
+async def test_workers_are_replaced_always_where_that_is_asked_for(tmp_path):
+    async with pool_over(spec_of("exit"), tmp_path, max_restarts=-1) as pool:
+        for _ in range(8):
+            rollout = await pool.run(request_of(0))
+            assert rollout.failure is not None
+            assert rollout.failure.kind == FailureKind.WORKER_DIED
+        await until(lambda: pool.num_restarts == 8)
 
 
 async def test_a_cancelled_rollout_is_given_up_by_its_worker(tmp_path):
@@ -187,3 +221,13 @@ async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocke
     await parent.wait()
     _, alive = await asyncio.to_thread(psutil.wait_procs, workers, timeout=15)
     assert alive == []
+
+
+def test_a_worker_is_told_what_the_configuration_says():
+    client = ClientConfig(base_url="http://h:1/v1", api_key_var="KEY", headers={"a": "b"}, timeout=7)
+    log = LogConfig(level="debug", vf_level="info", json_logging=True)
+    env = EnvConfig(id="sums", name="mine", args={"n": 3}, api="v1")
+    assert environment_spec(env, client=client, model="m", log=log) == EnvironmentSpec(
+        id="sums", label="mine", args={"n": 3}, api="v1", base_url="http://h:1/v1", model="m", api_key_var="KEY",
+        headers={"a": "b"}, request_timeout_s=7, log_level="debug", library_log_level="info", logs_json=True,
+    )  # fmt: skip

@@ -1,9 +1,11 @@
 """The verifiers door, in process, over a real HTTP server. Both APIs of verifiers."""
 
 import asyncio
+import logging
 import sys
 import textwrap
 
+import msgspec
 import pytest
 import pytest_asyncio
 from starlette.responses import JSONResponse
@@ -135,6 +137,7 @@ async def run(request, modules, inference):
 
     async def runner(*answers, sampling=None, version=0):
         spec = spec_of(inference, f"faulty-{request.param}", answers=list(answers))
+        spec = msgspec.structs.replace(spec, headers={"X-Team": "blue"})
         environment = await verifiers.load(spec)
         environments.append(environment)
         requests = [
@@ -232,6 +235,36 @@ async def test_rollouts_at_the_same_time_do_not_mix_their_tokens(run, inference)
     rollouts = await run(*"abcdefgh")
     for letter, rollout in zip("abcdefgh", rollouts, strict=True):
         assert inference.tokenizer.decode(rollout.turns[0].completion_ids) == letter * 3 + "<|im_end|>"
+
+
+async def test_sampling_arguments_reach_the_server(run, inference):
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    sampling |= {"max_tokens": 30, "min_tokens": 1, "seed": 3}
+    (rollout,) = await run("ok", sampling=sampling | {"extra_body": {"ignore_eos": True}})
+    assert rollout.failure is None
+    (sent,) = inference.sampling
+    assert {name: sent[name] for name in sampling} == sampling
+    assert sent["ignore_eos"] is True
+
+
+async def test_headers_of_the_client_go_with_every_request(run, inference):
+    (rollout,) = await run("ok")
+    assert rollout.failure is None
+    assert inference.headers["/inference/v1/generate"]["x-team"] == "blue"
+    assert inference.headers["/inference/v1/generate"]["x-session-id"]
+
+
+@pytest.mark.parametrize(("level", "heard"), [("info", ["told", "warned"]), ("warning", ["warned"])])
+async def test_the_library_speaks_into_our_log_from_its_level_up(inference, modules, caplog, level, heard):
+    for api in ("classic", "v1"):
+        spec = spec_of(inference, f"faulty-{api}", answers=["ok"])
+        environment = await verifiers.load(msgspec.structs.replace(spec, library_log_level=level))
+        await environment.close()
+        caplog.clear()
+        library = logging.getLogger(f"verifiers.{api}")
+        library.info("told")
+        library.warning("warned")
+        assert caplog.messages == heard
 
 
 async def test_a_completion_cut_at_its_limit_is_marked_as_truncated(run, inference):

@@ -59,6 +59,7 @@ def test_the_model_and_each_step_are_evaluated_on_held_out_texts_and_shown(confi
     assert averages[0] < 0.2 < averages[1] < averages[2] == 1.0
     assert [row["step"] for row in read_metrics(paths.metrics("eval"))] == [0, 1, 2]
     assert read_metrics(paths.metrics("eval"))[2]["eval/reverse-text/avg@2"] == 1.0
+    assert (paths.logs / "envs" / "reverse-text-0.log").exists()
     shown = capsys.readouterr().out
     assert "base" in shown
     assert "step_2" in shown
@@ -79,6 +80,33 @@ async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(conf
     assert not (config.output_dir / "evals" / "step_0").exists()
 
 
+async def test_examples_from_the_first_that_is_wanted_to_the_number_that_is_wanted(config_of):
+    env = {"id": "reverse-text", "args": {"num_eval_examples": 6}}
+    envs = [{"name": "middle", "skip_first": 2, "num_examples": 3}, {"name": "rest", "skip_first": 4}]
+    config = config_of(env=[env | fields for fields in envs], rollouts_per_example=1)
+    await evaluate(config)
+    for name, expected in (("middle", [2, 3, 4]), ("rest", [4, 5])):
+        results = RunPaths(config.output_dir).evals / "step_0" / name / "results.jsonl"
+        assert [json.loads(line)["example"] for line in results.read_text().splitlines()] == expected
+
+
+async def test_sampling_logs_and_checks_are_as_configured(config_of, inference, caplog):
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "seed": 7}
+    config = config_of(
+        sampling=sampling,
+        log={"log_data": True, "env_worker_logs": False},
+        client={"base_url": inference.base_url, "skip_model_check": True},
+        model={"name": f"{inference.model}/../model"},
+    )
+    with caplog.at_level("INFO", logger="prime_rl"):
+        await evaluate(config)
+    assert sorted(sent["seed"] for sent in inference.sampling) == [7 + number for number in range(8)]
+    assert all(sent | {"seed": 7} == sent | sampling for sent in inference.sampling)
+    (line,) = [line for line in caplog.messages if line.startswith("The first rollout of reverse-text is ")]
+    assert json.loads(line.partition(" is ")[2])[-1]["role"] == "assistant"
+    assert not (RunPaths(config.output_dir).logs / "envs").exists()
+
+
 class Pool:
     """What an evaluation asks of a pool before it runs."""
 
@@ -89,12 +117,21 @@ class Pool:
 
 def test_an_evaluation_on_training_data_is_warned_of(config_of, caplog):
     for has_eval_split in (True, False):
-        Evaluation(config=config_of(), client=None, pools={"sums": Pool(has_eval_split=has_eval_split)})
+        pools = {"sums": Pool(has_eval_split=has_eval_split)}
+        Evaluation(config=config_of(env=[{"id": "sums"}]), client=None, pools=pools)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message == (
         "Environment sums has no evaluation split: what is reported is on the examples that it trains on"
     )
+
+
+def test_leaving_out_all_examples_is_refused_before_anything_is_evaluated(config_of):
+    config = config_of(env=[{"id": "sums", "skip_first": 3}])
+    with pytest.raises(
+        ConfigError, match="skip_first = 3 leaves none of the 3 evaluation examples of environment 'sums'"
+    ):
+        Evaluation(config=config, client=None, pools={"sums": Pool(has_eval_split=True)})
 
 
 async def test_what_cannot_be_evaluated_is_refused_before_anything_starts(config_of, inference, tmp_path):

@@ -19,7 +19,7 @@ from prime_rl.monitors.base import FakeMonitor
 from prime_rl.orchestrator.orchestrator import Orchestrator, orchestrate
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.paths import RunPaths
-from prime_rl.transport.batches import BatchWriter
+from prime_rl.transport.batches import BatchReader, BatchWriter
 
 ROOT = Path(__file__).parents[3]
 
@@ -116,6 +116,38 @@ async def test_a_batch_holds_whole_groups_with_advantages_that_cancel_and_readab
     assert rows[-1]["completion_len/mean"] == 3
 
 
+async def test_turns_become_one_sample_or_one_each_and_the_figures_do_not_tell_the_difference(config_of):
+    figures, shapes = [], []
+    for strategy in ("interleaved", "branching"):
+        config = config_of(max_steps=2, max_async_level=2, trajectory_strategy=strategy)
+        config = config.model_copy(update={"output_dir": config.output_dir / strategy})
+        rows, _ = await produce(config, ["talk"])
+        reader = BatchReader(RunPaths(config.output_dir).rollouts)
+        batches = [reader.wait(step, 1) for step in range(2)]
+        names = ("reward/mean", "completion_len/mean", "num_turns/mean", "off_policy_gap/max", "progress/total_samples")
+        figures.append([[row[name] for name in names] for row in rows])
+        shapes.append([(batch.num_sequences, batch.num_tokens, batch.num_loss_tokens) for batch in batches])
+    assert figures[0] == figures[1]
+    assert shapes == [[(4, 4 * 9, 4 * 6)] * 2, [(8, 4 * (5 + 9), 4 * 6)] * 2]
+
+
+async def test_without_a_trainer_as_many_batches_come_as_the_asynchrony_allows(config_of):
+    config = config_of(max_steps=3, max_async_level=3)
+    rows, orchestrator = await produce(config, ["ok"])
+    assert [row["async_level"] for row in rows] == [0, 1, 2]
+    assert orchestrator._scheduler.counters.cancelled == 0
+
+
+async def test_the_first_rollout_of_every_batch_is_logged_when_asked_for(config_of, caplog):
+    for log_data in (False, True):
+        config = config_of(max_steps=2, max_async_level=2, log={"log_data": log_data})
+        config = config.model_copy(update={"output_dir": config.output_dir / str(log_data)})
+        with caplog.at_level("INFO", logger="prime_rl"):
+            await produce(config, ["ok"])
+    lines = [line for line in caplog.messages if "begins with" in line]
+    assert lines == [f'Batch {step} begins with [{{"role":"user","content":"ok"}}]' for step in range(2)]
+
+
 async def test_failed_rollouts_are_counted_by_kind_and_never_trained_on(config_of):
     script = ["ok"] * 12 + ["raise", "fail", "hang", "long", "exit"]
     config = config_of(max_steps=12, max_attempts=2, max_error_rate=1.0)
@@ -171,7 +203,7 @@ async def test_waiting_for_rollouts_does_not_spin_once_the_patience_with_weights
 
 
 async def test_a_crashed_worker_pool_is_the_runs_crash(config_of):
-    with pytest.raises(PrimeRLError, match=r"exit code 7, 4 times in a row"):
+    with pytest.raises(PrimeRLError, match=r"exit code 7, 6 times in a row"):
         await produce(config_of(max_error_rate=1.0, max_attempts=100), ["exit"])
 
 

@@ -7,6 +7,7 @@ own, and a worker imports the one that its environment is written in. Both give 
 from __future__ import annotations
 
 import importlib
+import logging
 from types import ModuleType
 
 from prime_rl.environments.rollouts import Environment, EnvironmentSpec
@@ -23,11 +24,20 @@ async def load(spec: EnvironmentSpec) -> Environment:
     if api == "auto":
         api = "classic" if hasattr(module, "load_environment") else "v1"
     form = importlib.import_module(f"{__name__}.{api}")
+    _let_speak(spec.library_log_level)
     environment: Environment = await form.load(spec)
     if environment.num_train == 0 and environment.num_eval == 0:
         await environment.close()
         raise EnvironmentSetupError(f"environment {spec.id!r} has no examples")
     return environment
+
+
+def _let_speak(level: str) -> None:
+    """Have verifiers write to our log, from `level` up; its classic form silences or formats itself when imported."""
+    library = logging.getLogger("verifiers")
+    library.handlers.clear()
+    library.propagate = True
+    library.setLevel(level.upper())
 
 
 def _import(spec: EnvironmentSpec) -> ModuleType:

@@ -126,6 +126,7 @@ def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=spec.base_url,
         api_key=os.environ.get(spec.api_key_var) or "EMPTY",
+        default_headers=spec.headers,
         max_retries=0,
         http_client=cast(Any, http),  # newer versions are typed for httpx2, and take httpx as renderers does
     )

@@ -152,7 +152,10 @@ class TasksetEnvironment:
         self._stack = stack
         self._traffic = Traffic()
         self._client_config = vf.TrainClientConfig(
-            base_url=spec.base_url, api_key_var=spec.api_key_var, renderer_model_name=spec.model
+            base_url=spec.base_url,
+            api_key_var=spec.api_key_var,
+            headers=spec.headers,
+            renderer_model_name=spec.model,
         )
         self.num_train = len(tasks["train"])
         self.num_eval = len(tasks["eval"])
