@@ -27,9 +27,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 # What a directory of weights needs beside the tensors, for transformers and for the server.
-ASSETS = (
-    "config.json",
-    "generation_config.json",
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -46,15 +45,24 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 def resolve_model(name: str) -> Path:
     """The local directory of a model: `name` itself, or the snapshot of a hub model (downloaded when needed)."""
+    return _resolve("model", name, HUB_PATTERNS)
+
+
+def resolve_tokenizer(name: str) -> Path:
+    """The local directory of a tokenizer, likewise."""
+    return _resolve("tokenizer", name, list(TOKENIZER_FILES))
+
+
+def _resolve(what: str, name: str, patterns: list[str]) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model {name!r} is neither a local directory nor a hub model that can be downloaded here ({reason}); "
+            f"{what} {name!r} is neither a local directory nor a hub model that can be downloaded here ({reason}); "
             "what needs no hub: rl @ examples/reverse_text_cpu/rl.toml"
         ) from error
 
@@ -249,9 +257,10 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
         yield shard
 
 
-def copy_assets(source: Path, destination: Path) -> None:
-    """Copy config, generation config and tokenizer files, those of them that exist."""
+def copy_assets(source: Path, destination: Path, *, tokenizer: Path | None = None) -> None:
+    """Copy config and generation config, and the files of `tokenizer` (None: also of `source`), those that exist."""
     destination.mkdir(parents=True, exist_ok=True)
-    for name in ASSETS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
+    for directory, names in ((source, CONFIG_FILES), (tokenizer or source, TOKENIZER_FILES)):
+        for name in names:
+            if (directory / name).exists():
+                shutil.copyfile(directory / name, destination / name)

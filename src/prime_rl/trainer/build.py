@@ -34,6 +34,7 @@ def train(
     config: TrainerConfig | SFTConfig,
     *,
     directory: Path,
+    tokenizer: Path,
     batches: BatchSource,
     loss: LossFunction,
     keep_last: int | None,
@@ -41,6 +42,7 @@ def train(
 ) -> None:
     """Load the model of `directory`, train it as configured, close what was opened.
 
+    `tokenizer`: the directory of that which the batches were made with; it is published with the weights.
     `keep_last`: see WeightPublisher.
     """
     refuse_several_processes()
@@ -54,6 +56,7 @@ def train(
         model=model,
         weights_dir=paths.weights,
         assets=directory,
+        tokenizer=tokenizer,
         dtype=dtype,
         max_steps=config.max_steps,
         interval=config.weights.interval,
@@ -68,7 +71,7 @@ def train(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device_name)
     if config.log.log_data:
-        batches = LoggedBatches(batches, load_tokenizer(directory))
+        batches = LoggedBatches(batches, load_tokenizer(tokenizer))
     with closing(JsonlMonitor(paths.metrics("trainer"))) as monitor:
         Trainer(
             model=ComputeModel(model, dtype),

@@ -44,6 +44,7 @@ class WeightPublisher:
         model: Decoder,
         weights_dir: Path,
         assets: Path,
+        tokenizer: Path,
         dtype: torch.dtype,
         max_steps: int | None,
         interval: int | None,
@@ -52,6 +53,7 @@ class WeightPublisher:
         self._model = model
         self._weights_dir = weights_dir
         self._assets = assets
+        self._tokenizer = tokenizer
         self._dtype = dtype
         self._max_steps = max_steps
         self._interval = interval
@@ -62,7 +64,9 @@ class WeightPublisher:
         if self._keep_last is None and not self._is_milestone(step):
             return
         tensors = ((name, tensor.to(self._dtype)) for name, tensor in hf_tensors(self._model))
-        directory = publish_weights(tensors, step=step, weights_dir=self._weights_dir, assets=self._assets)
+        directory = publish_weights(
+            tensors, step=step, weights_dir=self._weights_dir, assets=self._assets, tokenizer=self._tokenizer
+        )
         _logger.debug("Published %s", directory)
         if self._keep_last is not None:
             self._remove_old(step, self._keep_last)

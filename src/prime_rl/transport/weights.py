@@ -21,12 +21,14 @@ def publish_weights(
     step: int,
     weights_dir: Path,
     assets: Path,
+    tokenizer: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Publish the weights after `step` optimizer steps and return their directory.
 
-    `assets` is a model directory whose config and tokenizer are copied; the config's dtype becomes that of
-    the tensors, so that a reader who asks for the stored dtype gets the stored values.
+    `assets` is a model directory whose config is copied, and its tokenizer unless `tokenizer` is the directory of
+    another; the config's dtype becomes that of the tensors, so that a reader who asks for the stored dtype gets the
+    stored values.
 
     Raises: ArtifactError when that step exists already or the disk refuses.
     """
@@ -39,7 +41,7 @@ def publish_weights(
 
     final = step_dir(weights_dir, step)
     with publish_dir(final) as directory:
-        copy_assets(assets, directory)
+        copy_assets(assets, directory, tokenizer=tokenizer)
         write_safetensors(noting_dtypes(), directory, max_shard_bytes=max_shard_bytes)
         if len(dtypes) == 1:
             _set_dtype(directory / "config.json", dtypes.pop())

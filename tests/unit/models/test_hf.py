@@ -15,6 +15,7 @@ from prime_rl.models.hf import (
     load_hf_tensors,
     read_safetensors,
     resolve_model,
+    resolve_tokenizer,
     write_safetensors,
 )
 
@@ -89,9 +90,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nowhere_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="neither a local directory nor a hub model") as caught:
-        resolve_model("/no/such/directory")
-    assert "\n" not in str(caught.value)
+    for resolve, what in ((resolve_model, "model"), (resolve_tokenizer, "tokenizer")):
+        with pytest.raises(ModelError, match=f"^{what} .* is neither a local directory nor a hub model") as caught:
+            resolve("/no/such/directory")
+        assert "\n" not in str(caught.value)
 
 
 def test_damaged_directories_are_named(tmp_path: Path) -> None:

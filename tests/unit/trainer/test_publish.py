@@ -11,7 +11,7 @@ from prime_rl.transport.weights import read_weights
 
 def publisher(decoder, model_dir, weights_dir, **changes) -> WeightPublisher:
     options = {"dtype": torch.float32, "max_steps": 7, "interval": None, "keep_last": 3, **changes}
-    return WeightPublisher(model=decoder, weights_dir=weights_dir, assets=model_dir, **options)
+    return WeightPublisher(model=decoder, weights_dir=weights_dir, assets=model_dir, tokenizer=model_dir, **options)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,15 @@ def test_a_real_start_trains_logs_and_records_under_the_command_s_name(start, tm
     assert '"message": "Step 1 | Time: ' in paths.log("sft").read_text()
 
 
+def test_a_used_directory_is_refused_or_cleaned(start, tmp_path):
+    old = tmp_path / "outputs" / "weights" / "step_1"
+    for flags, is_left in (((), True), (("--dry-run",), True), (("--clean", "--dry-run"), True), (("--clean",), False)):
+        old.mkdir(parents=True, exist_ok=True)
+        done = start(SFT, *flags, "--model.name", "/none", "--max-steps", "1")
+        assert old.exists() == is_left, flags
+        assert ("delete that run with --clean" in done.stderr) == ("--clean" not in flags)
+
+
 def test_a_process_without_a_log_file_writes_none(start, tmp_path):
     done = start(RL, "--data.fake", "--max-steps", "1", "--model.name", str(tmp_path / "none"), "--no-log.file")
     assert done.returncode == 1

@@ -32,13 +32,7 @@ def build_engine(config: InferenceConfig) -> Engine:
     decoder = load_decoder(str(directory), device=device, dtype=_compute_dtype(dtype, device), seed=config.seed)
     decoder.eval().requires_grad_(False)
     shape = decoder.config
-    max_model_len = config.model.max_model_len or shape.max_positions
-    if max_model_len > shape.max_positions:
-        raise ConfigError(
-            f"inference.model.max_model_len is {max_model_len}, more than the {shape.max_positions} positions of "
-            f"{config.model.name}"
-        )
-    num_blocks, max_model_len = _cache_size(config, shape, dtype, device, max_model_len)
+    num_blocks, max_model_len = _cache_size(config, shape, dtype, device, _max_model_len(config, shape))
     runner = Runner(
         decoder,
         PagedCache.allocate(
@@ -92,6 +86,17 @@ def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def _max_model_len(config: InferenceConfig, shape: DecoderConfig) -> int:
+    """The longest request: what was asked for, or what the model has positions for where that is less."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > shape.max_positions:
+        logger.warning(
+            "max_model_len is %d, but %s has %d positions; requests are limited to these",
+            asked, config.model.name, shape.max_positions,
+        )  # fmt: skip
+    return min(asked or shape.max_positions, shape.max_positions)
+
+
 def _cache_size(
     config: InferenceConfig, shape: DecoderConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> tuple[int, int]:
@@ -112,7 +117,7 @@ def _cache_size(
             f"({block_bytes / GIB:.4f} GiB); raise it"
         )
     if capacity < max_model_len:
-        if config.model.max_model_len is not None:
+        if config.model.max_model_len == max_model_len:
             raise ConfigError(
                 f"inference.model.max_model_len is {max_model_len}, but the KV cache holds {capacity} tokens; "
                 "raise inference.kv_cache_memory_gb or lower max_model_len"

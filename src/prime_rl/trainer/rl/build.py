@@ -38,6 +38,7 @@ def train_rl(config: TrainerConfig) -> None:
     train(
         config,
         directory=directory,
+        tokenizer=directory,
         batches=batches,
         loss=build_loss(config.loss),
         keep_last=config.max_async_level + _KEEP_BEYOND_ASYNC_LEVEL,

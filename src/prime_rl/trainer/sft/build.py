@@ -6,7 +6,7 @@ from pathlib import Path
 from prime_rl.config.trainer import SFTConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat, load_tokenizer, render_chat
 from prime_rl.errors import ConfigError
-from prime_rl.models.hf import load_config, resolve_model
+from prime_rl.models.hf import load_config, resolve_model, resolve_tokenizer
 from prime_rl.trainer.build import train
 from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
 from prime_rl.trainer.sft.loss import sft_loss
@@ -20,16 +20,25 @@ def train_sft(config: SFTConfig) -> None:
     if config.max_steps is None and config.weights.interval is None:
         raise ConfigError("sft would never save anything: set max_steps, weights.interval, or both")
     directory = resolve_model(config.model.name)
-    batches = PackedExamples(_examples(config, directory), config.data, micro_batch_tokens=config.model.seq_len)
-    longest = max(config.model.seq_len, batches.max_row_tokens)
-    train(config, directory=directory, batches=batches, loss=sft_loss, keep_last=None, max_row_tokens=longest)
+    tokenizer = resolve_tokenizer(config.tokenizer.name) if config.tokenizer.name else directory
+    examples = _examples(config, directory, tokenizer)
+    batches = PackedExamples(examples, config.data, micro_batch_tokens=config.model.seq_len)
+    train(
+        config,
+        directory=directory,
+        tokenizer=tokenizer,
+        batches=batches,
+        loss=sft_loss,
+        keep_last=None,
+        max_row_tokens=max(config.model.seq_len, batches.max_row_tokens),
+    )
 
 
-def _examples(config: SFTConfig, directory: Path) -> Iterable[RenderedChat]:
+def _examples(config: SFTConfig, directory: Path, tokenizer_dir: Path) -> Iterable[RenderedChat]:
     data = config.data
     if isinstance(data, SFTFakeDataConfig):
         return fake_examples(data, vocab_size=load_config(directory).vocab_size, seed=config.seed)
-    tokenizer, loss_mask = load_tokenizer(directory), data.loss_mask
+    tokenizer, loss_mask = load_tokenizer(tokenizer_dir), data.loss_mask
 
     def render(row: Row) -> RenderedChat:
         return render_chat(tokenizer, conversation(row), loss_mask, tools=tools(row))

@@ -41,10 +41,30 @@ async def test_a_small_cache_limits_requests(tmp_path: Path) -> None:
     await engine.close()
 
 
+async def test_more_than_the_model_has_positions_is_taken_as_these_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`rl` fills max_model_len from seq_len, whatever the model."""
+    engine = build_engine(config(tmp_path, model={"max_model_len": 2048}))
+    assert (engine.stats().kv_blocks_total, engine.max_model_len) == (2 * 4, 64)
+    await engine.close()
+    warnings = [record.message for record in caplog.records if "max_model_len" in record.message]
+    assert warnings == [f"max_model_len is 2048, but {tmp_path} has 64 positions; requests are limited to these"]
+
+
+async def test_a_small_cache_limits_requests_whose_length_nobody_chose(tmp_path: Path) -> None:
+    block_bytes = 2 * 2 * 8 * 16 * 4
+    fields = {"kv_cache_memory_gb": 3.5 * block_bytes / 1024**3}
+    engine = build_engine(config(tmp_path, model={"max_model_len": 2048}, **fields))
+    assert engine.max_model_len == 48
+    await engine.close()
+    with pytest.raises(ConfigError, match="max_model_len is 50, but the KV cache holds 48 tokens"):
+        build_engine(config(tmp_path, model={"max_model_len": 50}, **fields))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": {"max_model_len": 65}}, "more than the 64 positions"),
         ({"kv_cache_memory_gb": 1e-9}, "no room for a block"),
         ({"model": {"max_model_len": 64}, "kv_cache_memory_gb": 4e-6}, "the KV cache holds"),
     ],

@@ -1,9 +1,10 @@
 import json
+import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from prime_rl.config.shared import LogConfig
+from prime_rl.config.shared import TokenizerConfig, TrainerLogConfig
 from prime_rl.config.trainer import (
     AdamWConfig,
     SFTConfig,
@@ -81,6 +82,29 @@ def test_a_malformed_row_is_named_by_file_and_line(config, tmp_path):
     assert complete_steps(RunPaths(config.output_dir).weights) == []
 
 
+def test_another_tokenizer_renders_the_data_and_goes_with_the_weights(config, model_dir, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model_dir / name, other / name)
+    (other / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    (model_dir / "merges.txt").write_text("the model's own")
+    short = config.model_copy(update={"max_steps": 1})
+    run(short)
+    other_run = {"tokenizer": TokenizerConfig(name=str(other)), "output_dir": tmp_path / "again"}
+    run(short.model_copy(update=other_run))
+    plain, terse = (read_metrics(RunPaths(tmp_path / name).metrics("trainer"))[0] for name in ("run", "again"))
+    assert (
+        terse["progress/tokens"] / terse["progress/sequences"] < plain["progress/tokens"] / plain["progress/sequences"]
+    )
+    published = RunPaths(tmp_path / "again").weights / "step_1"
+    assert (published / "chat_template.jinja").read_text() == (other / "chat_template.jinja").read_text()
+    assert not (published / "merges.txt").exists()
+    assert json.loads((published / "config.json").read_text())["model_type"] == "qwen3"
+
+
 def test_made_up_rows_train_without_data_or_tokenizer(config, model_dir):
     for file in model_dir.glob("tokenizer*"):
         file.unlink()
@@ -97,7 +121,7 @@ def test_the_first_example_of_every_batch_is_logged_when_asked_for(config, caplo
     with caplog.at_level("INFO", logger="prime_rl"):
         run(config.model_copy(update={"max_steps": 2}))
         assert "Batch 0" not in caplog.text
-        again = {"max_steps": 2, "log": LogConfig(log_data=True), "output_dir": config.output_dir / "again"}
+        again = {"max_steps": 2, "log": TrainerLogConfig(log_data=True), "output_dir": config.output_dir / "again"}
         run(config.model_copy(update=again))
     assert "Batch 0 begins with '<|im_start|>user\\nquestion " in caplog.text
     assert "Batch 1 begins with " in caplog.text
