@@ -141,7 +141,10 @@ def _evaluate(config: "EvalConfig") -> None:
     from prime_rl.launch.plan import plan_eval
 
     if config.client is None:
-        config = config.model_copy(update={"client": find_server(config.inference)})
+        client = find_server(config.inference)
+        config = config.model_copy(update={"client": client})
+        if client is not None:
+            print(f"eval: note: measuring the server that runs at {client.base_url[0]}", file=sys.stderr)
     if config.client is None:
         try:
             run_local(plan_eval(config, this_machine(os.environ)), config.output_dir)

@@ -1,9 +1,9 @@
 """The evaluation's configuration: `eval`, and the evaluation that goes on during training."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.monitors import WandbConfig
@@ -20,10 +20,19 @@ from prime_rl.config.shared import (
 )
 
 
+def _all_or_some(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("must be -1 for all examples, or 1 or more, got 0")
+    return value
+
+
+NumExamples = Annotated[int, Field(ge=-1), AfterValidator(_all_or_some)]
+
+
 class EvalEnvConfig(EnvConfig):
     """One environment to evaluate on."""
 
-    num_examples: int | None = Field(default=None, ge=-1)
+    num_examples: NumExamples | None = None
     """Examples of this environment; -1 is all. None: the top-level `num_examples`."""
 
     rollouts_per_example: int | None = Field(default=None, ge=1)
@@ -114,7 +123,7 @@ class _BaseEvalConfig(BaseConfig):
     save: SaveConfig = SaveConfig()
     retry: RetryConfig = RetryConfig()
 
-    num_examples: int = Field(default=-1, ge=-1)
+    num_examples: NumExamples = -1
     """Examples per environment. -1: all of its evaluation split."""
 
     rollouts_per_example: int = Field(default=1, ge=1)

@@ -228,9 +228,10 @@ def _drop_copy(tree: dict[str, Any], original: Path, copy: Path) -> None:
 
 
 def write_toml(config: BaseModel, path: FilePath) -> None:
-    """Write `to_toml(config)` to `path`, atomically."""
+    """Write `to_toml(config)` to `path`, atomically, for its owner's eyes only: it may hold a server's key."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.touch(mode=0o600)
     temporary.write_text(to_toml(config), encoding="utf-8")
     temporary.replace(path)
 

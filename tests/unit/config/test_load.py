@@ -124,6 +124,11 @@ def test_a_resolved_configuration_loads_back_to_itself(rl_toml, tmp_path):
         assert load(type(part), ["@", str(tmp_path / f"{name}.toml")], {}) == part
 
 
+def test_a_written_configuration_is_for_its_owner_s_eyes_only(tmp_path):
+    write_toml(load(InferenceConfig, ["--api-key", "secret"], {}), tmp_path / "inference.toml")
+    assert (tmp_path / "inference.toml").stat().st_mode & 0o777 == 0o600
+
+
 def test_section_files_nest_and_mix_with_dotted_flags(tmp_path):
     (tmp_path / "t.toml").write_text("[optim]\nlr = 2e-3\n")
     (tmp_path / "o.toml").write_text("batch_size = 64\n[[env]]\nid = 'a'\n")

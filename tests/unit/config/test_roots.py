@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.config.evals import EvalConfig
 from prime_rl.config.load import load, resolve, to_toml
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
@@ -195,6 +196,8 @@ def test_weights_over_nccl_know_the_size_of_the_server():
             "set either",
             id="two sizes",
         ),
+        pytest.param(EvalConfig, ["--num-examples", "0"], "-1 for all examples, or 1 or more", id="no examples"),
+        pytest.param(EvalConfig, ["--env.num-examples", "0"], "-1 for all examples, or 1 or more", id="none of one"),
         pytest.param(RLConfig, ["--inference.max-lora-rank", "12"], "the next is 16", id="rank"),
         pytest.param(
             RLConfig, ["--inference.enable-lora", "--inference.api-server-count", "2"], "one API server", id="lora"
