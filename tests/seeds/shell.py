@@ -35,10 +35,13 @@ class Outcome:
     errors: str
     directory: Path
 
+    def configs(self, output_dir: str) -> Path:
+        """Where the resolved configurations are."""
+        return self.directory / output_dir / "configs"
+
     def written(self, output_dir: str) -> dict[str, dict[str, Any]]:
         """The resolved configurations by name of their file."""
-        paths = sorted((self.directory / output_dir / "configs").glob("*"))
-        return {path.stem: tomllib.loads(path.read_text()) for path in paths}
+        return {path.stem: tomllib.loads(path.read_text()) for path in self.configs(output_dir).glob("*")}
 
     def notices(self) -> list[str]:
         """What is said of the spelling of the command. (A dry run also says what a real start would refuse.)"""

@@ -2,19 +2,39 @@
 
 import pytest
 
+from prime_rl.config.evals import EvalConfig
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.load import resolve, to_toml
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from tests.seeds.listed import COMMANDS
 
-SAMPLE = ["000-L155", "002-L500", "003-L86", "004-L207", "002-L625", "002-L351", "003-L167", "000-L407"]
+ROOTS = {
+    "rl": RLConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "sft": SFTConfig,
+    "eval": EvalConfig,
+}
+FILES = [(at, name) for at, command in COMMANDS.items() for name in command.writes]
+SAMPLE = [("002-L500", "rl"), ("004-L207", "trainer"), ("003-L86", "orchestrator"), ("003-L167", "inference")]
+SAMPLE += [("002-L625", "sft"), ("002-L351", "eval")]
 
 
-@pytest.mark.parametrize("at", SAMPLE)
-def test_a_written_file_starts_its_process_alone_and_resolves_to_itself(at, dry_runs, shell):
-    command = COMMANDS[at]
-    first = dry_runs.of(command)
-    for name in command.writes:
-        path = first.directory / command.output_dir / "configs" / f"{name}.toml"
-        directory = shell.directory()
-        again = shell.run(f"uv run {name} @ {path} --dry-run", directory)
-        assert again.status == 0, again.errors
-        assert again.notices() == []
-        assert (directory / command.output_dir / "configs" / f"{name}.toml").read_text() == path.read_text()
+@pytest.mark.parametrize(("at", "name"), FILES)
+def test_a_written_file_resolves_to_itself_and_holds_no_older_spelling(at, name, dry_runs):
+    path = dry_runs.of(COMMANDS[at]).configs(COMMANDS[at].output_dir) / f"{name}.toml"
+    again = resolve(ROOTS[name], ["@", str(path)], {})
+    assert to_toml(again.config) == path.read_text()
+    assert again.notices == []
+
+
+@pytest.mark.parametrize(("at", "name"), SAMPLE)
+def test_a_written_file_starts_its_process_alone(at, name, dry_runs, shell):
+    output_dir = COMMANDS[at].output_dir
+    path = dry_runs.of(COMMANDS[at]).configs(output_dir) / f"{name}.toml"
+    again = shell.run(f"uv run {name} @ {path} --dry-run", shell.directory())
+    assert again.status == 0, again.errors
+    assert (again.configs(output_dir) / f"{name}.toml").read_text() == path.read_text()
