@@ -41,6 +41,7 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
             after = f" after {before}" if before else ""
             raise ConfigError(f"{word!r}{after}: expected --key value or @ file.toml; see --help")
         before = word
+    command.flags.sort(key=lambda setting: setting.path[-1] not in compat.READ_FIRST)
     return command
 
 

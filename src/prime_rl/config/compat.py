@@ -73,7 +73,17 @@ class Refused:
 Notice = tuple[str, str]
 """The place in a file (empty for a flag, which names itself), and what to say of it."""
 
-__all__ = ["GpuCount", "hint", "kind", "kind_at", "old_keys", "renamed", "resolve_gpu_counts", "translate"]
+__all__ = [
+    "READ_FIRST",
+    "GpuCount",
+    "hint",
+    "kind",
+    "kind_at",
+    "old_keys",
+    "renamed",
+    "resolve_gpu_counts",
+    "translate",
+]
 
 Entry = To | Rule | Repair | Gone | Refused
 
@@ -209,7 +219,7 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
     "ClientConfig": {
         "host": Rule(old.address_part("host"), Kind.SCALAR),
         "port": Rule(old.address_part("port"), Kind.SCALAR),
-        "api_key": Rule(old.api_key, Kind.SCALAR),
+        "api_key": Rule(old.api_key, Kind.SCALAR, says="read from the variable that client.api_key_var names"),
         "base_url": Repair(old.with_v1),
         "server_type": Gone("every server is asked what it can do", Kind.SCALAR, only=("vllm",)),
         "wait_for_ready_timeout": To("ready_timeout"),
@@ -218,7 +228,8 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "path": To("output_dir"),
         "keep": To("keep_last"),
     },
-    "SharedWandbConfig": {"log_samples": To("log_extras")},
+    "TrainerWandbConfig": {"log_samples": To("log_extras")},
+    "OrchestratorWandbConfig": {"log_samples": To("log_extras")},
     "TrainerLogExtrasConfig": {"samples": Gone("samples are logged by the orchestrator")},
     "SharedLogConfig": {
         "path": _LOGS,
@@ -226,6 +237,9 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "level": Repair(lambda value: "info" if value in ("sucess", "success") else value),
     },
 }
+
+READ_FIRST = ("environment_ids", "environment-ids", "benchmarks")
+"""Older keys that others beside them refer to (`environment_args`): a source's are read before those."""
 
 _PROCESSES = {"TrainerConfig", "SFTConfig", "OrchestratorConfig", "InferenceConfig", "EvalConfig"}
 """Classes that are the root of a process's own file."""
@@ -307,8 +321,12 @@ def _table(cls: type[BaseModel]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for owner in reversed(cls.__mro__):
         entries |= OLD.get(owner.__name__, {})
-    own = {key for key, entry in entries.items() if not isinstance(entry, Rule | Repair) and _find(cls, _parts(key))}
-    return {key: entry for key, entry in entries.items() if key not in own}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, Rule | Repair) or not _is_key(cls, key)}
+
+
+def _is_key(cls: type[BaseModel], key: str) -> bool:
+    target = _find(cls, _parts(key))
+    return target is not None and target.kind is not Kind.FREE
 
 
 def _entries(root: type[BaseModel], path: Path) -> Iterator[tuple[Path, int, Entry]]:
@@ -391,7 +409,8 @@ def _written(root: type[BaseModel], settings: list[Setting]) -> str:
 def _name(root: type[BaseModel], path: Path, setting: Setting) -> str:
     """A key as a flag, or as it would stand in the file of its process."""
     if setting.is_flag:
-        return f"--{_dotted(path)}".replace("_", "-")
+        is_negated = setting.origin.startswith("--no-") and setting.value in (False, None)
+        return f"{'--no-' if is_negated else '--'}{_dotted(path).replace('_', '-')}"
     for start in range(len(path) - 1, 0, -1):
         target = _find(root, path[:start])
         if target and any(section.__name__ in _PROCESSES for section in target.sections):

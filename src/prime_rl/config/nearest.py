@@ -28,10 +28,16 @@ def unknown_key(root: type[BaseModel], path: Path, origin: str) -> str:
     name = ".".join(map(str, path))
     if fix := compat.hint(root, path):
         return f"{name}: no such key any more ({origin}); {fix}"
-    near = nearest_keys(root, path)
+    near = nearest_keys(root, path) or nearest_keys(root, _without_no(path))
     choices = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near)
     hint = f"did you mean {choices}?" if near else "see --help for the keys there are"
     return f"{name}: no such key ({origin}); {hint}"
+
+
+def _without_no(path: Path) -> Path:
+    """The path of `--no-a.b` or `--a.no-b` without the negation."""
+    ends = (0, len(path) - 1)
+    return tuple(str(part).removeprefix("no_") if place in ends else part for place, part in enumerate(path))
 
 
 def nearest_keys(root: type[BaseModel], path: Path) -> list[str]:

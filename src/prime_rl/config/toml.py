@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from prime_rl.config.compat import READ_FIRST
 from prime_rl.config.schema import Path
 from prime_rl.config.values import Setting
 from prime_rl.errors import ConfigError
 
 INHERIT = "toml_files"
-
-_READ_FIRST = ("environment_ids", "environment-ids", "benchmarks")
-"""Older keys that others in the same table (`environment_args`) refer to."""
 
 
 def toml_settings(path: FilePath, prefix: Path = (), seen: tuple[FilePath, ...] = ()) -> Iterator[Setting]:
@@ -27,7 +25,8 @@ def toml_settings(path: FilePath, prefix: Path = (), seen: tuple[FilePath, ...] 
         text = path.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; paths are relative to {_place_of(prefix, seen)}") from None
+        relative = f"{seen[-1]} inherits from it" if seen else f"paths are relative to {FilePath.cwd()}"
+        raise ConfigError(f"{path}: no such file; {relative}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except (OSError, ValueError, RuntimeError) as error:  # unreadable, no UTF-8, or nested beyond all measure
@@ -42,11 +41,6 @@ def toml_settings(path: FilePath, prefix: Path = (), seen: tuple[FilePath, ...] 
     yield from _File(path, toml_lines(text), prefix).settings(table, ())
 
 
-def _place_of(prefix: Path, seen: tuple[FilePath, ...]) -> FilePath:
-    """The directory that a missing file's name was relative to."""
-    return seen[-1].parent if seen else FilePath.cwd()
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
     path: FilePath
@@ -57,7 +51,7 @@ class _File:
         """Every table, then what is in it; a list of tables is an empty list, then its entries."""
         if self.prefix or at:
             yield self._setting(at, {})
-        for key in sorted(table, key=lambda key: key not in _READ_FIRST):
+        for key in sorted(table, key=lambda key: key not in READ_FIRST):
             value, here = table[key], (*at, key)
             if isinstance(value, dict):
                 yield from self.settings(value, here)
