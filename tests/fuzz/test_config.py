@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
-from prime_rl.config import compat
+from prime_rl.config import translation
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, to_toml
@@ -35,7 +35,7 @@ ROOTS: dict[str, type[BaseModel]] = {
     "inference": InferenceConfig,
 }
 KEYS = {name: sorted(set(all_keys(root))) for name, root in ROOTS.items()}
-OLD_KEYS = {name: sorted(set(compat.old_keys(root))) for name, root in ROOTS.items()}
+OLD_KEYS = {name: sorted(set(translation.old_keys(root))) for name, root in ROOTS.items()}
 
 MUTATIONS = 5000
 RUNS_OF_THE_COMMAND = 20
@@ -340,7 +340,7 @@ def test_a_key_with_one_wrong_letter_is_answered_with_the_right_one(place, tmp_p
         keys = KEYS[name] if place == "flag" else rng.sample(KEYS[name], len(KEYS[name]) // 3)
         for key in keys:
             misspelt = misspell(key, rng)
-            if not misspelt.strip(".") or ".." in misspelt or compat.kind_at(root, tuple(misspelt.split("."))):
+            if not misspelt.strip(".") or ".." in misspelt or translation.kind_at(root, tuple(misspelt.split("."))):
                 continue  # no word is left of it, or it is another key
             case = getattr(maker, {"flag": "flag", "file": "in_file", "variable": "variable"}[place])(misspelt, "1")
             case.argv = [f"--{misspelt}=1"] if place == "flag" else case.argv

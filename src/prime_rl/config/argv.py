@@ -6,7 +6,8 @@ from pathlib import Path as FilePath
 
 from pydantic import BaseModel
 
-from prime_rl.config import compat, vllm_flags
+from prime_rl.config import translation, vllm_flags
+from prime_rl.config.compat import READ_FIRST
 from prime_rl.config.literals import read_value
 from prime_rl.config.nearest import is_misspelt, unknown_key
 from prime_rl.config.schema import Kind, Path
@@ -41,7 +42,7 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
             after = f" after {before}" if before else ""
             raise ConfigError(f"{word!r}{after}: expected --key value or @ file.toml; see --help")
         before = word
-    command.flags.sort(key=lambda setting: setting.path[-1] not in compat.READ_FIRST)
+    command.flags.sort(key=lambda setting: setting.path[-1] not in READ_FIRST)
     return command
 
 
@@ -55,7 +56,7 @@ def _file_of(word: str, words: list[str]) -> FilePath:
 def _parse_flag(root: type[BaseModel], word: str, words: list[str], command: Command) -> None:
     key, equals, inline = word.partition("=")
     path, origin = canonical(root, tuple(key.split("."))), f"--{key}"
-    kind = compat.kind_at(root, path)
+    kind = translation.kind_at(root, path)
     if kind is None:
         command.flags.append(
             _negation(root, path, origin) or _for_vllm(root, path, origin, inline if equals else None, words)
@@ -81,7 +82,7 @@ def _negation(root: type[BaseModel], path: Path, origin: str) -> Setting | None:
         part = str(path[index])
         if part.startswith("no_"):
             positive = canonical(root, (*path[:index], part[3:], *path[index + 1 :]))
-            if kind := compat.kind_at(root, positive):
+            if kind := translation.kind_at(root, positive):
                 return Setting(positive, False if kind in (Kind.FLAG, Kind.FREE) else None, origin)
     return None
 

@@ -11,7 +11,7 @@ from operator import itemgetter, ne
 
 from pydantic import BaseModel
 
-from prime_rl.config import compat
+from prime_rl.config import translation
 from prime_rl.config.schema import Path, all_keys
 
 MAX_ANSWERS = 3
@@ -26,7 +26,7 @@ Keys = Mapping[int, list[Names]]
 def unknown_key(root: type[BaseModel], path: Path, origin: str) -> str:
     """The message for a key that does not exist, with the nearest ones that do."""
     name = ".".join(map(str, path))
-    if fix := compat.hint(root, path):
+    if fix := translation.hint(root, path):
         return f"{name}: no such key any more ({origin}); {fix}"
     near = nearest_keys(root, path) or nearest_keys(root, _without_no(path))
     choices = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near)
@@ -42,7 +42,7 @@ def _without_no(path: Path) -> Path:
 
 def nearest_keys(root: type[BaseModel], path: Path) -> list[str]:
     """The dotted keys nearest to `path`, equally near ones side by side; none where nothing resembles it."""
-    path = compat.renamed(root, path)
+    path = translation.renamed(root, path)
     names = tuple(str(part) for part in path if not isinstance(part, int))
     if same := [key for key in _by_letters(root).get(_letters(names), []) if len(key) != len(names)]:
         return [_with_indices(key, path) for key in same[:MAX_ANSWERS]]
@@ -52,7 +52,7 @@ def nearest_keys(root: type[BaseModel], path: Path) -> list[str]:
             break  # so far it is right: what is wrong stands below
         if near:
             whole = [(*key, *names[end:]) for key in near]
-            keys = [key for key in whole if compat.kind_at(root, key)] or near
+            keys = [key for key in whole if translation.kind_at(root, key)] or near
             return [_with_indices(key, path) for key in keys[:MAX_ANSWERS]]
     return [_with_indices(key, path) for key in _elsewhere(root, names)[:MAX_ANSWERS]]
 
@@ -91,7 +91,7 @@ def _strict(word: str) -> int:
 def _keys(root: type[BaseModel]) -> tuple[Keys, Keys]:
     """The keys of today and the older ones, by their number of parts."""
     today = dict.fromkeys(tuple(key.split(".")) for key in all_keys(root))
-    older = dict.fromkeys(tuple(key.split(".")) for key in compat.old_keys(root))
+    older = dict.fromkeys(tuple(key.split(".")) for key in translation.old_keys(root))
     return _by_length(today), _by_length(key for key in older if key not in today)
 
 

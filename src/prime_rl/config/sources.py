@@ -12,12 +12,12 @@ from pydantic import BaseModel
 
 from prime_rl.config import vllm_flags
 from prime_rl.config.argv import parse_argv
-from prime_rl.config.compat import kind_at, translate
 from prime_rl.config.literals import read_value
 from prime_rl.config.nearest import is_misspelt, unknown_key
 from prime_rl.config.schema import Kind
 from prime_rl.config.spelling import canonical
 from prime_rl.config.toml import toml_settings
+from prime_rl.config.translation import kind_at, translate
 from prime_rl.config.values import MAX_DEPTH, Setting, Values
 from prime_rl.errors import ConfigError
 

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from prime_rl.config import compat
+from prime_rl.config import translation
 from prime_rl.config.compat import OLD, Gone, Refused, Rule, To
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
@@ -402,18 +402,18 @@ def test_every_entry_of_the_table_leads_from_no_key_to_a_key(name, section):
     for key, entry in OLD[name].items():
         old = tuple(key.split("."))
         if isinstance(entry, To) and find(section, old) is None:
-            assert compat.kind_at(section, compat.renamed(section, old)), f"{key} leads nowhere"
+            assert translation.kind_at(section, translation.renamed(section, old)), f"{key} leads nowhere"
         if isinstance(entry, Rule | Gone | To) and not isinstance(entry, Refused):
-            assert compat.kind_at(section, old) or find(section, old), f"{key} cannot be written as a flag"
+            assert translation.kind_at(section, old) or find(section, old), f"{key} cannot be written as a flag"
         if isinstance(entry, Refused):
-            assert compat.hint(section, old) == entry.hint
+            assert translation.hint(section, old) == entry.hint
 
 
 def test_the_table_says_how_the_command_line_reads_an_older_key():
-    assert compat.kind(RLConfig, ("orchestrator", "monitor", "wandb")) is Kind.SECTION
-    assert compat.kind(RLConfig, ("orchestrator", "monitor")) is Kind.SECTION
-    assert compat.kind(EvalConfig, ("environment_ids",)) is Kind.LIST
-    assert compat.kind(SFTConfig, ("data", "fake")) is Kind.SECTION
-    assert compat.kind(InferenceConfig, ("headless",)) is Kind.FLAG
-    assert compat.kind(TrainerConfig, ("weights", "path")) is None
-    assert compat.kind(TrainerConfig, ("nonsense",)) is None
+    assert translation.kind(RLConfig, ("orchestrator", "monitor", "wandb")) is Kind.SECTION
+    assert translation.kind(RLConfig, ("orchestrator", "monitor")) is Kind.SECTION
+    assert translation.kind(EvalConfig, ("environment_ids",)) is Kind.LIST
+    assert translation.kind(SFTConfig, ("data", "fake")) is Kind.SECTION
+    assert translation.kind(InferenceConfig, ("headless",)) is Kind.FLAG
+    assert translation.kind(TrainerConfig, ("weights", "path")) is None
+    assert translation.kind(TrainerConfig, ("nonsense",)) is None
