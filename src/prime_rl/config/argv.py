@@ -64,7 +64,7 @@ def _parse_flag(root: type[BaseModel], word: str, words: list[str], command: Com
     elif equals:
         command.flags.append(Setting(path, read_value(kind, inline, origin), origin))
     elif words and words[0].startswith("@") and kind in (Kind.SECTION, Kind.LIST, Kind.MAPPING):
-        command.files += toml_settings(_file_of(words.pop(0), words), path)
+        command.files += _section_settings(root, path, _file_of(words.pop(0), words), origin)
     else:
         values = _take_values(kind, words)
         if not values and kind not in (Kind.FLAG, Kind.SECTION):
@@ -74,6 +74,19 @@ def _parse_flag(root: type[BaseModel], word: str, words: list[str], command: Com
             raise ConfigError(f"{origin}: needs a value, like {origin} ...; see --help{at_sign}")
         text = ",".join(values) if values else None
         command.flags.append(Setting(path, read_value(kind, text, origin), origin))
+
+
+def _section_settings(root: type[BaseModel], path: Path, file: FilePath, origin: str) -> list[Setting]:
+    """The settings of `--section @ file`. Raises: ConfigError where the file is plainly one for the whole command."""
+    settings = list(toml_settings(file, path))
+    keys = {setting.path[len(path)] for setting in settings if len(setting.path) > len(path)}
+    fitting = [key for key in keys if translation.kind_at(root, canonical(root, (*path, key)))]
+    if keys and not fitting and all(translation.kind_at(root, canonical(root, (key,))) for key in keys):
+        raise ConfigError(
+            f"{origin} @ {file} reads the file into that section, but its keys are those of the whole command; write: "
+            f"@ {file} {origin}"
+        )
+    return settings
 
 
 def _negation(root: type[BaseModel], path: Path, origin: str) -> Setting | None:

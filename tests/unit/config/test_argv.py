@@ -106,6 +106,15 @@ def test_a_file_is_read_into_any_section_or_free_table(tmp_path):
     assert "trianer: no such key (--trianer); did you mean trainer?" in complaint(RLConfig, "--trianer", "@", str(path))
 
 
+def test_a_file_for_the_whole_command_behind_a_switch_is_answered_with_the_right_order(tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text("[optim]\nlr = 1.0\n[model]\nseq-len = 64\n")
+    assert f"write: @ {path} --bench" in complaint(TrainerConfig, "--bench", "@", str(path))
+    assert load(TrainerConfig, ["@", str(path), "--bench"], {}).bench is not None
+    path.write_text("output_json = 'x'\n[optim]\n")
+    assert "bench.optim: no such key" in complaint(TrainerConfig, "--bench", "@", str(path))
+
+
 def test_values_may_hold_equal_signs_and_begin_with_a_minus():
     assert load(RLConfig, ["--model.name=a=b"], {}).model.name == "a=b"
     assert load(RLConfig, ["--model.name", "a=b"], {}).model.name == "a=b"
