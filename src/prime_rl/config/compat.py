@@ -37,6 +37,11 @@ class Rule:
     """What the notice says the key is now, where no other key is written for it."""
     is_old: bool = True
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it also takes what stands below the key."""
+        return bool(self.like) or self.kind is Kind.MAPPING
+
 
 @dataclass(frozen=True, slots=True)
 class Repair:

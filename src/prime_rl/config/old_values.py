@@ -217,7 +217,7 @@ def run_directory(found: Found) -> Writes:
 
 def model_name(found: Found) -> Writes | None:
     """vLLM's `--model NAME`; a table is the model section."""
-    is_name = not found.tail and isinstance(found.value, str) and found.value not in _NULL
+    is_name = isinstance(found.value, str) and found.value not in _NULL
     return [(("model", "name"), found.value)] if is_name else None
 
 

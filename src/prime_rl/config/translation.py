@@ -139,7 +139,7 @@ def _apply(root: type[BaseModel], setting: Setting, values: Values) -> tuple[lis
             renamed = replace(setting, path=(*new, *tail))
             shown = _name(root, renamed.path if setting.is_flag else new, setting)
             return [renamed], _notice(root, setting, old_key, f"is now {shown}") if entry.is_old else None
-        if isinstance(entry, Rule):
+        if isinstance(entry, Rule) and (not tail or entry.is_table):
             writes = entry.write(Found(setting=setting, base=base, tail=tail, values=values))
             if writes is not None:
                 settings = [replace(setting, path=(*base, *path), value=value) for path, value in writes]
@@ -149,7 +149,7 @@ def _apply(root: type[BaseModel], setting: Setting, values: Values) -> tuple[lis
             return [replace(setting, value=value)], _notice(
                 root, setting, old_key, f"{_text(setting.value)} is read as {_text(value)}"
             )
-        if isinstance(entry, Gone):
+        if isinstance(entry, Gone) and (not tail or entry.kind is Kind.SECTION):
             if not entry.accepts(setting.value):
                 says = f"{_text(setting.value)} has no counterpart: {entry.instead}"
                 raise ConfigError(": ".join(filter(None, _notice(root, setting, old_key, says))))

@@ -10,8 +10,10 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.schema import Kind, find, target_of
+from prime_rl.config.schema import Kind, all_keys, find, target_of
+from prime_rl.config.spelling import canonical
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.values import Setting, Values
 from prime_rl.errors import ConfigError
 
 ROOTS = {
@@ -295,6 +297,20 @@ def test_variables_may_be_older_too():
     assert "variable PRIME_ASYNC_LEVEL: async_level is now max_async_level" in resolved.notices
 
 
+def test_a_rule_for_a_value_leaves_the_table_of_today_alone(tmp_path):
+    path = tmp_path / "eval.toml"
+    path.write_text("[save]\nstream = true\nenv_hub = false\n[save.disk]\n")
+    resolved = resolve(EvalConfig, ["@", str(path)], {})
+    assert resolved.config.save.stream
+    assert resolved.config.save.disk is not None
+    assert resolved.notices == []
+    assert resolve(EvalConfig, ["--save", "true"], {}).notices == ["--save is now evals/ in the run directory"]
+    path.write_text("[micro_batch_size]\nx = 1\n")
+    assert "micro_batch_size: no such key" in complaint("orchestrator", "@", str(path))
+    path.write_text("[trainer_gpus]\nx = 1\n")
+    assert "trainer_gpus: must be a number of GPUs" in complaint("rl", "@", str(path))
+
+
 def test_precedence_holds_between_an_old_and_a_new_spelling(tmp_path):
     path = tmp_path / "t.toml"
     path.write_text("async_level = 2\n")
@@ -391,6 +407,16 @@ WITH_OLD_KEYS = sorted(
     {(name, section) for section in SECTIONS for owner in section.__mro__ if (name := owner.__name__) in OLD},
     key=lambda pair: (pair[0], pair[1].__name__),
 )
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_a_key_of_today_passes_through_unchanged(root):
+    for key in all_keys(root):
+        path = canonical(root, tuple(key.split(".")))
+        target = find(root, path)
+        value = {} if target is not None and target.kind is Kind.SECTION else 7
+        setting = Setting(path, value, "file:1")
+        assert translation.translate(root, setting, Values()) == ([setting], []), key
 
 
 def test_every_class_of_the_table_is_part_of_a_configuration():
