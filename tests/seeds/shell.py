@@ -76,9 +76,7 @@ class Shell:
 
     def variables(self) -> dict[str, str]:
         """What a reader has exported, with a free port of this machine where nodes meet."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return {**LIST["variables"], "RDZV_ENDPOINT": f"127.0.0.1:{probe.getsockname()[1]}"}
+        return {**LIST["variables"], "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
 
     def start(self, text: str, directory: Path, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start bash on `text`."""
@@ -96,6 +94,13 @@ class Shell:
     def run(self, text: str, directory: Path, variables: Mapping[str, str] | None = None) -> Outcome:
         """Run `text` to its end."""
         return finish(self.start(text, directory, variables), directory)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def finish(process: subprocess.Popen[str], directory: Path, timeout: float = 100.0) -> Outcome:

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.paths import RunPaths
 from tests.seeds.listed import COMMANDS
-from tests.seeds.shell import Shell, finish
+from tests.seeds.shell import Shell, finish, free_port
 
 OF_002 = {"trainer": "002-L83", "inference": "002-L89", "orchestrator": "002-L93"}
 OF_000 = {"trainer": "000-L72", "inference": "000-L78", "orchestrator": "000-L82"}
@@ -38,12 +38,12 @@ def test_a_trainer_alone_takes_its_five_steps_on_made_up_data(at, shell: Shell):
     assert (run.weights / "step_5" / "config.json").exists()
 
 
-@pytest.fixture
-def server(shell: Shell, free_port: int) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server(shell: Shell) -> Iterator[str]:
     """Address of the debug server, on a free port by the weakest source there is; ends with SIGTERM, and well."""
-    directory = shell.directory()
-    process = shell.start(COMMANDS["002-L89"].text, directory, {"PRIME_SERVER__PORT": str(free_port)})
-    address = f"http://127.0.0.1:{free_port}"
+    directory, port = shell.directory(), free_port()
+    process = shell.start(COMMANDS["002-L89"].text, directory, {"PRIME_SERVER__PORT": str(port)})
+    address = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 90
     is_up = False
     while process.poll() is None and not is_up and time.monotonic() < deadline:
@@ -65,10 +65,22 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def test_the_orchestrator_alone_makes_its_two_batches_from_the_debug_server_which_then_stops(shell: Shell, server: str):
+def test_the_orchestrator_alone_makes_its_two_batches_from_the_debug_server(shell: Shell, server: str):
     command, directory = COMMANDS["002-L93"], shell.directory()
     outcome = shell.run(command.text, directory, {"PRIME_CLIENT__BASE_URL": f"{server}/v1"})
     assert outcome.status == 0, outcome.errors
     run = RunPaths(directory / command.output_dir)
     assert [row["step"] for row in metrics(run, "orchestrator")] == [0, 1]
     assert sorted(path.name for path in run.rollouts.iterdir()) == ["step_0", "step_1"]
+
+
+def test_eval_without_an_address_measures_the_server_that_was_started_before_it(shell: Shell, server: str):
+    """As in the documents' evaluations, whose models and environments need the network."""
+    text = "uv run eval --model.name examples/reverse_text_cpu/model --environment-ids reverse-text"
+    short = "--num-examples 2 --sampling.max-tokens 4"
+    directory = shell.directory()
+    outcome = shell.run(f"{text} {short}", directory, {"PRIME_INFERENCE__SERVER__PORT": server.rpartition(":")[2]})
+    assert outcome.status == 0, outcome.errors
+    run = RunPaths(directory / "outputs")
+    assert list((run.evals / "step_0" / "reverse-text").iterdir()) != []
+    assert not run.log("inference").exists()
