@@ -12,6 +12,8 @@ from tests.seeds.listed import COMMANDS, OTHERS
 
 DIRECTORY = os.environ.get("PRIME_RL_SEEDS")
 NUMBERS = ("000", "001", "002", "003", "004")
+HUB = re.compile(r"https://[^/\s]+/your-username")
+"""The address of a wheel, which the list does not repeat."""
 OURS = re.compile(r"\buv\s+run\s+(?:rl|sft|trainer|orchestrator|inference|eval|torchrun)\b")
 
 needs_documents = pytest.mark.skipif(DIRECTORY is None, reason="PRIME_RL_SEEDS does not name the documents' directory")
@@ -20,7 +22,7 @@ needs_documents = pytest.mark.skipif(DIRECTORY is None, reason="PRIME_RL_SEEDS d
 def document(number: str) -> str:
     assert DIRECTORY is not None
     (path,) = Path(DIRECTORY).glob(f"{number}_*")
-    return path.read_text(encoding="utf-8")
+    return HUB.sub("<hub>/your-username", path.read_text(encoding="utf-8"))
 
 
 @needs_documents
