@@ -1,6 +1,9 @@
-"""A run of the real commands in subprocesses, to be watched and disturbed."""
+"""Runs of the real commands in subprocesses: some to be watched and disturbed, some that several tests look at."""
 
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,16 +14,112 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prime_rl.config.load import load
+from prime_rl.config.reads import VARIABLE
+from prime_rl.config.trainer import SFTConfig
 from prime_rl.monitors.base import read_metrics
-from prime_rl.paths import RunPaths
+from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.manifest import verify
 
 ROOT = Path(__file__).parents[2]
-MODEL = "examples/reverse_text_cpu/model"
+EXAMPLE = "examples/reverse_text_cpu"
+MODEL = f"{EXAMPLE}/model"
 
 
 def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "prime_rl.cli", *argv]
+
+
+def run(*argv: str, timeout: float = 290) -> str:
+    """Run a command to its end; what it printed."""
+    done = subprocess.run(command(*argv), cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def rewards(run_dir: Path) -> list[float]:
+    return [row["reward/mean"] or 0.0 for row in read_metrics(RunPaths(run_dir).metrics("orchestrator"))]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where every process that the tests start notes which configuration keys it reads."""
+    directory = tmp_path_factory.mktemp("reads")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(directory))
+        yield directory
+
+
+@dataclass
+class Trained:
+    sft_weights: Path
+    run_dir: Path
+    steps: int
+    console: str
+
+
+def train(out: Path, *rl_flags: str, seed: int = 42) -> Trained:
+    """SFT and RL as in the demo."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run("sft", "@", f"{EXAMPLE}/sft.toml", "--output-dir", str(out / "sft"), "--seed", str(seed))
+    steps = load(SFTConfig, ["@", str(ROOT / EXAMPLE / "sft.toml")], {}).max_steps
+    assert steps is not None
+    weights = step_dir(out / "sft" / "weights", steps)
+    console = run(
+        *("rl", "@", f"{EXAMPLE}/rl.toml", "--model.name", str(weights), "--output-dir", str(out / "rl")),
+        *("--inference.server.port", str(port), "--seed", str(seed), *rl_flags),
+    )
+    return Trained(weights, out / "rl", len(rewards(out / "rl")), console)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A shorter run than the demo's: half the steps, so that it fits into CI."""
+    flags = ("--max-steps", "50", "--trainer.scheduler.decay-steps", "10")
+    return train(tmp_path_factory.mktemp("demo"), *flags)
+
+
+@dataclass
+class Evaluated:
+    table: str
+    reports: dict[int, dict[str, float]]
+    """By step; 0 is the model before RL."""
+
+
+@pytest.fixture(scope="session")
+def evaluated(trained: Trained) -> Evaluated:
+    """The trained model measured before and after, with a server that `eval` starts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    table = run(
+        *("eval", "@", f"{EXAMPLE}/eval.toml", "--model.name", str(trained.sft_weights)),
+        *("--weights-dir", str(trained.run_dir / "weights"), "--steps", "50", "--num-examples", "24"),
+        *("--output-dir", str(trained.run_dir), "--inference.server.port", str(port)),
+    )
+    evals = RunPaths(trained.run_dir).evals
+    files = {step: step_dir(evals, step) / "reverse-text" / "report.json" for step in (0, 50)}
+    return Evaluated(table, {step: json.loads(file.read_text()) for step, file in files.items()})
+
+
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
+    """`trainer` and `sft` alone on data that they make up, at the same time; their run directories."""
+    flags = ("--scheduler.type", "cosine", "--scheduler.warmup-steps", "1", "--optim.lr", "1e-2", "--log.log-data")
+    files = {"trainer": "configs/debug/train.toml", "sft": "configs/debug/sft.toml"}
+    runs = {name: RunPaths(tmp_path_factory.mktemp(name)) for name in files}
+    processes = [
+        subprocess.Popen(
+            command(name, "@", file, *flags, "--output-dir", str(runs[name].output_dir)),
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for name, file in files.items()
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    return runs
 
 
 def await_true(what: str, condition: Callable[[], bool], timeout: float = 90.0) -> None:

@@ -40,12 +40,8 @@ CONFIG = {
 
 ORCHESTRATOR = """
     import sys
-    from prime_rl.config.load import load
-    from prime_rl.config.orchestrator import OrchestratorConfig
-    from prime_rl.logs import setup_logging
-    from prime_rl.orchestrator.orchestrator import run
-    setup_logging("orchestrator")
-    run(load(OrchestratorConfig, sys.argv[1:]))
+    from prime_rl.cli import orchestrator
+    orchestrator(sys.argv[1:])
     print("heavy:", *sorted({"torch", "transformers", "verifiers", "datasets"} & set(sys.modules)))
 """
 

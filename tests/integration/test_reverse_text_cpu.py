@@ -1,64 +1,15 @@
 """The demo's parts as a user runs them: SFT, RL, evaluation, and the three processes one by one."""
 
-import json
-import socket
 import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.config.load import load
-from prime_rl.config.trainer import SFTConfig
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_decoder
-from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths, step_dir
-from tests.integration.conftest import MODEL, ROOT, command
-
-EXAMPLE = "examples/reverse_text_cpu"
-
-
-def run(*argv: str, timeout: float = 290) -> str:
-    done = subprocess.run(command(*argv), cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def rewards(run_dir: Path) -> list[float]:
-    return [row["reward/mean"] or 0.0 for row in read_metrics(RunPaths(run_dir).metrics("orchestrator"))]
-
-
-@dataclass
-class Trained:
-    sft_weights: Path
-    run_dir: Path
-    steps: int
-    console: str
-
-
-def train(out: Path, port: int, *rl_flags: str, seed: int = 42) -> Trained:
-    run("sft", "@", f"{EXAMPLE}/sft.toml", "--output-dir", str(out / "sft"), "--seed", str(seed))
-    steps = load(SFTConfig, ["@", str(ROOT / EXAMPLE / "sft.toml")], {}).max_steps
-    assert steps is not None
-    weights = step_dir(out / "sft" / "weights", steps)
-    console = run(
-        *("rl", "@", f"{EXAMPLE}/rl.toml", "--model.name", str(weights), "--output-dir", str(out / "rl")),
-        *("--inference.server.port", str(port), "--seed", str(seed), *rl_flags),
-    )
-    return Trained(weights, out / "rl", len(rewards(out / "rl")), console)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Trained:
-    """A shorter run than the demo's: half the steps, so that it fits into CI."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = ("--max-steps", "50", "--trainer.scheduler.decay-steps", "10")
-    return train(tmp_path_factory.mktemp("demo"), port, *flags)
+from tests.integration.conftest import EXAMPLE, MODEL, ROOT, command, rewards, run, train
 
 
 @pytest.mark.timeout(400)
@@ -89,22 +40,13 @@ def test_the_weights_open_in_transformers_and_give_our_logits(trained):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_eval_measures_before_and_after_with_a_server_of_its_own(trained, free_port):
-    table = run(
-        *("eval", "@", f"{EXAMPLE}/eval.toml", "--model.name", str(trained.sft_weights)),
-        *("--weights-dir", str(trained.run_dir / "weights"), "--steps", "50", "--num-examples", "24"),
-        *("--output-dir", str(trained.run_dir), "--inference.server.port", str(free_port)),
-    )
-    assert "base" in table
-    assert "step_50" in table
-    reports = {
-        step: json.loads((step_dir(trained.run_dir / "evals", step) / "reverse-text" / "report.json").read_text())
-        for step in (0, 50)
-    }
-    assert reports[50]["avg"] > reports[0]["avg"] + 0.1
+def test_eval_measures_before_and_after_with_a_server_of_its_own(evaluated):
+    assert "base" in evaluated.table
+    assert "step_50" in evaluated.table
+    assert evaluated.reports[50]["avg"] > evaluated.reports[0]["avg"] + 0.1
 
 
-def test_the_three_processes_run_one_by_one(tmp_path, free_port):
+def test_the_three_processes_run_one_by_one_and_eval_finds_the_server(tmp_path, free_port):
     """As in three terminals: each from its own file, with only the place and the length of the run changed."""
     out = ("--output-dir", str(tmp_path))
     model = ("--model.name", MODEL)
@@ -120,6 +62,11 @@ def test_the_three_processes_run_one_by_one(tmp_path, free_port):
     try:
         run("trainer", "@", f"{EXAMPLE}/rl/train.toml", *model, *out, *flags, "--scheduler.decay-steps", "2")
         assert orchestrator.wait(timeout=30) == 0
+        run(
+            *("eval", "@", f"{EXAMPLE}/eval.toml", *model, "--inference.server.port", str(free_port)),
+            *("--weights-dir", str(tmp_path / "weights"), "--steps", "2", "--no-eval-base", "--num-examples", "2"),
+            *("--output-dir", str(tmp_path / "eval")),
+        )
     finally:
         for process in (orchestrator, server):
             process.terminate()
@@ -127,12 +74,14 @@ def test_the_three_processes_run_one_by_one(tmp_path, free_port):
     assert server.returncode == 0
     assert (tmp_path / "weights" / "step_2" / "STABLE").exists()
     assert len(rewards(tmp_path)) == 2
+    assert (step_dir(RunPaths(tmp_path / "eval").evals, 2) / "reverse-text" / "report.json").exists()
+    assert not RunPaths(tmp_path / "eval").config("inference").exists()  # no server of its own
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_whole_demo_learns_whatever_the_seed(tmp_path, free_port, seed):
-    curve = rewards(train(tmp_path, free_port, seed=seed).run_dir)
+def test_the_whole_demo_learns_whatever_the_seed(tmp_path, seed):
+    curve = rewards(train(tmp_path, seed=seed).run_dir)
     assert curve[0] <= 0.5
     assert sum(curve[-3:]) / 3 >= 0.8

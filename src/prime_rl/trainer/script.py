@@ -4,11 +4,10 @@ No torch in here: a dry run needs none.
 """
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prime_rl.config.command import Files, begin, is_first_rank, run_command
+from prime_rl.config.command import Files, begin, run_command
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.paths import check_run_dir, claim_run_dir
@@ -23,8 +22,6 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
     """
 
     def work(config: Config) -> None:
-        if not is_first_rank():
-            sys.exit(1)
         refuse_several_processes()
         if isinstance(config, SFTConfig):  # the trainer shares its directory with an orchestrator
             claim_run_dir(config.output_dir, clean=config.clean)

@@ -3,10 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, ModelError
-from prime_rl.inference.engine.build import build_engine
+from prime_rl.inference.engine.build import _cache_size, build_engine
+from prime_rl.models.decoder import DecoderConfig
 
 CONFIG = {
     "model_type": "llama",
@@ -60,6 +62,16 @@ async def test_a_small_cache_limits_requests_whose_length_nobody_chose(tmp_path:
     await engine.close()
     with pytest.raises(ConfigError, match="max_model_len is 50, but the KV cache holds 48 tokens"):
         build_engine(config(tmp_path, model={"max_model_len": 50}, **fields))
+
+
+@pytest.mark.parametrize(("share", "num_blocks"), [(0.5, 50), (0.25, 25)])
+def test_a_gpus_cache_takes_its_share(share: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = 2 * 2 * 8 * 16 * 4
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100 * block_bytes, 200 * block_bytes))
+    of_gpu = InferenceConfig(gpu_memory_utilization=share)
+    shape = DecoderConfig.from_hf(CONFIG)
+    found = _cache_size(of_gpu, shape, torch.float32, torch.device("cuda"), max_model_len=64)
+    assert found == (num_blocks, 64)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""A key is accepted only if it does something: every key of every command is read by its process, or stands here.
+
+The processes note what they read (`prime_rl.config.reads`) in the runs that other tests look at, too.
+"""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+
+from prime_rl.config.evals import EvalConfig
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.pending import PENDING
+from prime_rl.config.reads import recorded
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.schema import target_of
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from tests.integration.conftest import ROOT
+
+ROOTS: dict[str, type[BaseModel]] = {
+    "rl": RLConfig,
+    "trainer": TrainerConfig,
+    "sft": SFTConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "eval": EvalConfig,
+}
+
+UNIT = "tests/unit"
+TESTED = {
+    # only on a GPU
+    "inference gpu_memory_utilization": f"{UNIT}/inference/engine/test_build.py::test_a_gpus_cache_takes_its_share",
+    # only while a batch waits for weights
+    "orchestrator weights_timeout": (
+        f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"
+    ),
+    # only for a hub data set
+    "sft data.splits": f"{UNIT}/trainer/sft/test_data.py::test_the_splits_of_a_hub_data_set_follow_each_other",
+    # checked against model.name and nothing else: rollouts have the server's tokens
+    "trainer tokenizer.name": f"{UNIT}/config/test_roots.py::test_the_server_may_have_a_copy_of_the_model_and_says_so",
+}
+"""Process and key -> the test in which changing it changes an output, where these runs need not come by."""
+
+
+def is_pending(section: type[BaseModel], name: str, option: type[BaseModel] | None = None) -> bool:
+    """Whether a key, or one type of the section that it is, waits for a later version."""
+    kind = option.model_fields["type"].default if option and "type" in option.model_fields else ""
+    return any(
+        {f"{owner.__name__}.{name}", f"{owner.__name__}.{name}:{kind}"} & PENDING.keys() for owner in section.__mro__
+    )
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key whose reader is this process, dotted, and as its reads are noted (`Class.field`).
+
+    A section is read when a key of it is; a `type` when its section is chosen.
+    """
+    for name, field in section.model_fields.items():
+        options = target_of(field.annotation).sections
+        if is_pending(section, name):
+            continue
+        if not options and name != "type":
+            yield f"{prefix}{name}", f"{section.__name__}.{name}"
+        for option in options:
+            if option not in ROOTS.values() and not is_pending(section, name, option):
+                yield from keys(option, f"{prefix}{name}.")
+
+
+def all_keys() -> Iterator[tuple[str, str, str]]:
+    """Process, key, and key as it is noted. What `rl` shares is read by the processes that it starts."""
+    for process, root in ROOTS.items():
+        shared = getattr(root, "shared", {})
+        yield from ((process, key, noted) for key, noted in keys(root) if key not in shared)
+
+
+@pytest.mark.timeout(600)  # the runs are made for whichever test comes first
+def test_every_key_is_read_by_its_process_or_named_with_its_test(reads, trained, evaluated, made_up):
+    found = recorded(reads)
+    unread = {f"{process} {key}" for process, key, noted in all_keys() if noted not in found.get(process, set())}
+    assert sorted(unread - TESTED.keys()) == []
+
+
+def test_only_keys_that_there_are_are_named():
+    assert sorted(TESTED.keys() - {f"{process} {key}" for process, key, _ in all_keys()}) == []
+
+
+@pytest.mark.parametrize("test", TESTED.values(), ids=TESTED)
+def test_a_test_that_is_named_exists(test):
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
