@@ -9,13 +9,14 @@ from prime_rl.config.help import describe, entry, summary
 from prime_rl.config.load import Resolved, dotted
 from prime_rl.config.schema import Path, field_at, find
 from prime_rl.config.sources import unknown_key
+from prime_rl.config.spelling import canonical
+from prime_rl.config.translation import renamed
 from prime_rl.errors import ConfigError
 
 
 def explain(root: type[BaseModel], resolved: Resolved[Any], key: str) -> str:
     """What `--explain key` prints; for a section, every key in it. Raises: ConfigError for an unknown key."""
-    words = key.removeprefix("--").replace("-", "_").split(".")
-    path: Path = tuple(int(word) if word.isdigit() else word for word in words)
+    path = renamed(root, canonical(root, tuple(key.removeprefix("--").split("."))))
     if find(root, path) is None:
         raise ConfigError(unknown_key(root, path, f"--explain {key}"))
     value = _value(resolved.config, path)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from typing import Any
 
 from prime_rl.config.schema import Kind
@@ -68,3 +69,9 @@ def _check_characters(text: str, origin: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ConfigError(f"{origin}: {text!r} is not valid UTF-8") from None
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number from 0 to 99999, which may be written as text; None for anything else."""
+    text = "" if isinstance(value, bool) else str(value)
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.literals import looks_like
+from prime_rl.config.literals import looks_like, whole_number
 from prime_rl.config.schema import Path
 from prime_rl.config.values import Setting, Values
 from prime_rl.errors import ConfigError
@@ -240,7 +240,7 @@ def one_more(key: str) -> Callable[[Found], Writes]:
     """Retries as tries: the first one counts too."""
 
     def write(found: Found) -> Writes:
-        number = _small_number(found.value)
+        number = whole_number(found.value)
         return [((key,), found.value if number is None else number + 1)]
 
     return write
@@ -261,16 +261,10 @@ class GpuCount:
     @property
     def size(self) -> int:
         """The number. Raises: ConfigError for a value that is none."""
-        size = _small_number(self.count)
+        size = whole_number(self.count)
         if not size:
             raise ConfigError(f"{self.key}: must be a number of GPUs, 1 or more, got {self.count!r} ({self.origin})")
         return size
-
-
-def _small_number(value: Any) -> int | None:
-    """A whole number from 0 to 99999, which may be written as text; None for anything else."""
-    text = "" if isinstance(value, bool) else str(value)
-    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
 
 
 def gpu_count(key: str) -> Callable[[Found], Writes]:
@@ -292,7 +286,7 @@ def resolve_gpu_counts(values: Values) -> None:
     keys = ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")
     given = {key: values.tree.get(key) for key in keys}
     named = [items(ids) for ids in given.values() if ids not in _NULL and not isinstance(ids, GpuCount)]
-    taken = {number for ids in named for index in ids if (number := _small_number(index)) is not None}
+    taken = {number for ids in named for index in ids if (number := whole_number(index)) is not None}
     if given["inference_gpu_ids"] in _NULL and isinstance(given["trainer_gpu_ids"], GpuCount):
         taken.add(0)
     for key, count in given.items():

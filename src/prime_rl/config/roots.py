@@ -1,5 +1,6 @@
 """The `rl` configuration: the three processes and the facts they share, and every check across sections."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
 from prime_rl.config.compat import resolve_gpu_counts
 from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ServerConfig
+from prime_rl.config.literals import whole_number
 from prime_rl.config.monitors import SharedWandbConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.schema import Path
@@ -214,7 +216,7 @@ def _fit_server_to_run(values: Values) -> None:
         origin = f"follows seq_len: {values.origin(('seq_len',))}"
         for key in ("max_model_len", *RLConfig.shared["max_model_len"]):
             values.put(Setting(tuple(key.split(".")), seq_len, origin))
-    elif str(max_model_len).isdigit() and str(seq_len).isdigit() and int(max_model_len) > int(seq_len):
+    elif (whole_number(max_model_len) or 0) > (whole_number(seq_len) or math.inf):
         values.notices.append(
             f"max_model_len {max_model_len} is more than seq_len {seq_len}: rollouts longer than seq_len cannot be "
             "trained on whole; they are dropped and counted"
@@ -224,20 +226,18 @@ def _fit_server_to_run(values: Values) -> None:
 def _fit_parallelism_to_gpus(values: Values) -> None:
     """The GPUs that are named decide over copies of the model, and over ranks of the trainer."""
     ids, tp = values.get(("inference_gpu_ids",)), values.get(("inference", "parallel", "tp"), default=1)
-    if _is_on(values, "inference") and isinstance(ids, list | tuple) and str(tp).isdigit() and int(tp):
-        if values.get(("inference", "parallel", "dp")) is None and len(ids) % int(tp) == 0:
+    if _is_on(values, "inference") and isinstance(ids, list) and (shards := whole_number(tp)):
+        if values.get(("inference", "parallel", "dp")) is None and len(ids) % shards == 0:
             origin = values.origin(("inference_gpu_ids",))
-            values.put(Setting(("inference", "parallel", "dp"), len(ids) // int(tp), origin))
+            values.put(Setting(("inference", "parallel", "dp"), len(ids) // shards, origin))
         nccl = ("trainer", "weight_broadcast", "inference_world_size")
         if values.get(("trainer", "weight_broadcast", "type")) == "nccl" and values.get(nccl) is None:
             values.put(Setting(nccl, len(ids), values.origin(("inference_gpu_ids",))))
     ids = values.get(("trainer_gpu_ids",))
-    if isinstance(ids, list | tuple) and values.get(("orchestrator", "num_train_workers")) is None:
-        shards = [values.get(("trainer", "model", key), default=1) for key in ("cp", "tp")]
-        if all(str(shard).isdigit() and int(shard) for shard in shards):
-            ranks = max(1, len(ids) // (int(shards[0]) * int(shards[1])))
-            origin = values.origin(("trainer_gpu_ids",))
-            values.put(Setting(("orchestrator", "num_train_workers"), ranks, origin))
+    if isinstance(ids, list) and values.get(("orchestrator", "num_train_workers")) is None:
+        cp, tp = (whole_number(values.get(("trainer", "model", key), default=1)) for key in ("cp", "tp"))
+        ranks = max(1, len(ids) // ((cp or 1) * (tp or 1)))
+        values.put(Setting(("orchestrator", "num_train_workers"), ranks, values.origin(("trainer_gpu_ids",))))
 
 
 def _serve_adapter(values: Values) -> None:
@@ -248,8 +248,8 @@ def _serve_adapter(values: Values) -> None:
     rank = values.get((*lora, "rank"), default=LoRAConfig.model_fields["rank"].default)
     if values.get(("inference", "enable_lora")) is None:
         values.put(Setting(("inference", "enable_lora"), True, values.origin(lora)))
-    if values.get(("inference", "max_lora_rank")) is None and str(rank).isdigit():
-        fitting = [size for size in LORA_RANKS if size >= int(rank)]
+    if values.get(("inference", "max_lora_rank")) is None:
+        fitting = [size for size in LORA_RANKS if size >= (whole_number(rank) or 0)]
         if fitting:
             values.put(Setting(("inference", "max_lora_rank"), fitting[0], values.origin(lora)))
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def find(root: type[BaseModel], path: Path) -> Target | None:
     for part in path:
         if target.kind in (Kind.MAPPING, Kind.FREE):
             return Target(Kind.FREE)
-        if target.kind is Kind.LIST and str(part).isdigit():
+        if target.kind is Kind.LIST and re.fullmatch("[0-9]+", str(part)):
             target = Target(Kind.SECTION, target.sections)
             continue
         if target.kind is Kind.LIST and len(target.sections) == 1:

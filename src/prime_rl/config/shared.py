@@ -16,7 +16,7 @@ class BaseConfig(BaseModel):
     them at every start, which doubles the time to load the classes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants")
 
 
 class ModelConfig(BaseConfig):

@@ -122,3 +122,14 @@ def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
         run_command("trainer", TrainerConfig, fail, argv=[])
     with pytest.raises(ValueError, match="no such file"):
         run_command("trainer", TrainerConfig, fail, argv=["--log.level", "debug"])
+
+
+def test_explain_takes_an_older_spelling_and_a_first_entry(capsys):
+    run_command(
+        "orchestrator", OrchestratorConfig, print, argv=["--environment.id", "a", "--explain", "environment.id"]
+    )
+    assert "env.0.id = 'a'\n  from: --environment.id" in capsys.readouterr().out
+    run_command("orchestrator", OrchestratorConfig, print, argv=["--env.id", "a", "--explain", "env.id"])
+    assert "env.0.id = 'a'\n  from: --env.id" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no such key"):
+        run_command("orchestrator", OrchestratorConfig, print, argv=["--explain", "env.\u00b2.id"])

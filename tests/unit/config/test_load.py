@@ -258,3 +258,9 @@ def test_the_scheduler_is_chosen_by_its_type():
     assert config.scheduler == LinearSchedulerConfig(warmup_steps=2)
     config = load(TrainerConfig, ["--scheduler.type", "cosine", "--max-steps", "50"], {})
     assert config.scheduler == CosineSchedulerConfig()
+
+
+def test_infinities_in_a_free_table_survive_being_written(tmp_path):
+    config = load(RLConfig, ["--orchestrator.env.args", '{"limit": Infinity}'], {})
+    write_toml(config, tmp_path / "rl.toml")
+    assert load(RLConfig, ["@", str(tmp_path / "rl.toml")], {}) == config
