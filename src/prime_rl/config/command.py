@@ -131,7 +131,7 @@ def _refuse_wishes(resolved: Resolved[Config]) -> None:
 def _refusal(wish: Wish, resolved: Resolved[Config]) -> str:
     shown = "" if isinstance(wish.value, BaseModel) else f" = {wish.value!r}"
     where = resolved.values.origin(wish.path)
-    return f"{dotted(wish.path)}{shown} ({where}): comes with {wish.waits_for}, in a later version"
+    return f"{dotted(wish.path)}{shown} ({where}): needs {wish.waits_for}, which a later version brings"
 
 
 def _take_key(words: list[str]) -> tuple[str | None, list[str]]:
