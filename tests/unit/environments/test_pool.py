@@ -159,11 +159,11 @@ async def test_an_environment_that_ends_its_workers_again_and_again_is_given_up(
 
 async def test_workers_are_replaced_always_where_that_is_asked_for(tmp_path):
     async with pool_over(spec_of("exit"), tmp_path, max_restarts=-1) as pool:
-        for _ in range(8):
+        for _ in range(7):
             rollout = await pool.run(request_of(0))
             assert rollout.failure is not None
             assert rollout.failure.kind == FailureKind.WORKER_DIED
-        await until(lambda: pool.num_restarts == 8)
+        await until(lambda: pool.num_restarts == 7)
 
 
 async def test_a_cancelled_rollout_is_given_up_by_its_worker(tmp_path):

@@ -80,19 +80,11 @@ async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(conf
     assert not (config.output_dir / "evals" / "step_0").exists()
 
 
-async def test_examples_from_the_first_that_is_wanted_to_the_number_that_is_wanted(config_of):
-    env = {"id": "reverse-text", "args": {"num_eval_examples": 6}}
-    envs = [{"name": "middle", "skip_first": 2, "num_examples": 3}, {"name": "rest", "skip_first": 4}]
-    config = config_of(env=[env | fields for fields in envs], rollouts_per_example=1)
-    await evaluate(config)
-    for name, expected in (("middle", [2, 3, 4]), ("rest", [4, 5])):
-        results = RunPaths(config.output_dir).evals / "step_0" / name / "results.jsonl"
-        assert [json.loads(line)["example"] for line in results.read_text().splitlines()] == expected
-
-
-async def test_sampling_logs_and_checks_are_as_configured(config_of, inference, caplog):
+async def test_examples_sampling_logs_and_checks_are_as_configured(config_of, inference, caplog):
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "seed": 7}
+    env = {"id": "reverse-text", "args": {"num_eval_examples": 6}, "skip_first": 2, "num_examples": 3}
     config = config_of(
+        env=[env],
         sampling=sampling,
         log={"log_data": True, "env_worker_logs": False},
         client={"base_url": inference.base_url, "skip_model_check": True},
@@ -100,7 +92,9 @@ async def test_sampling_logs_and_checks_are_as_configured(config_of, inference, 
     )
     with caplog.at_level("INFO", logger="prime_rl"):
         await evaluate(config)
-    assert sorted(sent["seed"] for sent in inference.sampling) == [7 + number for number in range(8)]
+    results = RunPaths(config.output_dir).evals / "step_0" / "reverse-text" / "results.jsonl"
+    assert [json.loads(line)["example"] for line in results.read_text().splitlines()] == [2, 2, 3, 3, 4, 4]
+    assert sorted(sent["seed"] for sent in inference.sampling) == [7 + number for number in range(4, 10)]
     assert all(sent | {"seed": 7} == sent | sampling for sent in inference.sampling)
     (line,) = [line for line in caplog.messages if line.startswith("The first rollout of reverse-text is ")]
     assert json.loads(line.partition(" is ")[2])[-1]["role"] == "assistant"
@@ -113,6 +107,16 @@ class Pool:
     def __init__(self, *, has_eval_split):
         self.label = "sums"
         self.size = WorkerReady(num_train=3, num_eval=3, has_eval_split=has_eval_split)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, [0, 1, 2]), ({"skip_first": 1}, [1, 2]), ({"num_examples": 2}, [0, 1]), ({"num_examples": 9}, [0, 1, 2])],
+)
+def test_examples_are_those_from_the_first_wanted_one_on(config_of, fields, expected):
+    config = config_of(env=[{"id": "sums", **fields}])
+    evaluation = Evaluation(config=config, client=None, pools={"sums": Pool(has_eval_split=True)})
+    assert list(evaluation._examples(config.env[0], num_eval=3)) == expected
 
 
 def test_an_evaluation_on_training_data_is_warned_of(config_of, caplog):
