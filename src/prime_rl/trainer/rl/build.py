@@ -26,15 +26,12 @@ def train_rl(config: TrainerConfig) -> None:
             "or remove it"
         )
     directory = resolve_model(config.model.name)
-    batches: RolloutBatches | FakeBatches
-    if config.data.fake is None:
-        batches, longest = RolloutBatches(BatchReader(paths.rollouts), timeout=config.batch_timeout), 0
-    else:
+    longest = config.model.seq_len
+    batches: RolloutBatches | FakeBatches = RolloutBatches(BatchReader(paths.rollouts), timeout=config.batch_timeout)
+    if (fake := config.data.fake) is not None:
         vocab_size = load_config(directory).vocab_size
-        batches = FakeBatches(
-            config.data.fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed
-        )
-        longest = batches.max_row_tokens
+        batches = FakeBatches(fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed)
+        longest = max(longest, batches.max_row_tokens)
     train(
         config,
         directory=directory,
@@ -42,5 +39,5 @@ def train_rl(config: TrainerConfig) -> None:
         batches=batches,
         loss=build_loss(config.loss),
         keep_last=config.max_async_level + _KEEP_BEYOND_ASYNC_LEVEL,
-        max_row_tokens=max(config.model.seq_len, longest),
+        max_row_tokens=longest,
     )
