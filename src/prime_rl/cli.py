@@ -46,7 +46,7 @@ def _rl_files(config: "RLConfig") -> "Files":
 
 
 def _rl(config: "RLConfig") -> None:
-    from prime_rl.config.load import write_toml
+    from prime_rl.config.writing import write_toml
     from prime_rl.launch.local import Stopped, run_local, this_machine
     from prime_rl.launch.plan import plan_rl
     from prime_rl.logs import get_logger, setup_logging

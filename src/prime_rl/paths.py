@@ -17,14 +17,16 @@ from pathlib import Path
 
 from prime_rl.errors import ConfigError
 
-OWN_ENTRIES = (
-    *("configs", "logs", "rollouts", "weights", "checkpoints", "evals", "eval", "orchestrator", "trainer"),
-    "reward.svg",
-)
-"""What a run makes, and all that is ever deleted."""
-
-RESULTS = ("rollouts", "weights", "checkpoints")
+RESULTS = ("rollouts", "weights", "checkpoints", "evals")
 """What a run cannot do without."""
+
+MADE_BY_A_RUN = (
+    *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*")),
+    *(f"configs/{process}.toml" for process in ("rl", "sft", "inference", "orchestrator", "trainer", "eval")),
+    *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
+    *("logs/*.log", "logs/envs/*.log", "reward.svg"),
+)
+"""All that is ever deleted: patterns of the files and directories that a run makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +74,41 @@ def step_dir(root: Path, step: int) -> Path:
     return root / f"step_{step}"
 
 
-def check_run_dir(output_dir: Path, *, clean: bool) -> bool:
-    """Whether the run directory holds another run's results. Raises: ConfigError if it does, unless `clean`."""
-    found = [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
+def found_results(output_dir: Path) -> list[str]:
+    """Which kinds of results the run directory holds."""
+    return [name for name in RESULTS if any((output_dir / name).glob("step_*"))]
+
+
+def check_run_dir(output_dir: Path, *, clean: bool) -> None:
+    """Raises: ConfigError where the run directory holds results already, unless `clean`."""
+    found = found_results(output_dir)
     if found and not clean:
         raise ConfigError(
             f"{output_dir} already holds a run ({', '.join(found)}); "
             "choose another directory with --output-dir, or delete that run with --clean"
         )
-    return bool(found)
 
 
 def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
-    """Make the run directory ours: refuse one that holds another run's batches or weights, or with `clean` delete it.
+    """Make the run directory ours: refuse one that holds results, or with `clean` delete what a run has made there.
 
-    What a run that failed before its first batch has left (logs, empty metrics) is deleted unasked. Only entries that a
-    run makes are ever deleted. Raises ConfigError.
+    Nothing else is ever deleted: not other files in the same directories, and of a link the link alone.
+    Raises: ConfigError.
     """
-    if not check_run_dir(output_dir, clean=clean) or clean:
-        for name in OWN_ENTRIES:
-            entry = output_dir / name
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+    check_run_dir(output_dir, clean=clean)
+    found = [entry for pattern in MADE_BY_A_RUN for entry in output_dir.glob(pattern)] if clean else []
+    made = {_link_above(entry, output_dir) or entry for entry in found}
+    for entry in made:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    for directory in sorted({entry.parent for entry in made} - {output_dir}, key=lambda path: -len(path.parts)):
+        if not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def _link_above(entry: Path, output_dir: Path) -> Path | None:
+    """The link on the way from the run directory to `entry`, if there is one."""
+    inside = entry.relative_to(output_dir).parents
+    return next((output_dir / part for part in reversed(inside[:-1]) if (output_dir / part).is_symlink()), None)

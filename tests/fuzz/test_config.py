@@ -19,11 +19,12 @@ from pydantic import BaseModel
 from prime_rl.config import translation
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.load import load, to_toml
+from prime_rl.config.load import load
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import Kind, all_keys, find
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.writing import to_toml
 from prime_rl.errors import ConfigError
 
 ROOTS: dict[str, type[BaseModel]] = {

@@ -4,10 +4,11 @@ import pytest
 
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.load import resolve, to_toml
+from prime_rl.config.load import resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.writing import to_toml
 from tests.seeds.listed import COMMANDS
 
 ROOTS = {

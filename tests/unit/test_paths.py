@@ -11,20 +11,30 @@ def test_a_used_run_directory_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "weights" / "step_3").is_dir()
 
 
-def test_what_a_run_left_that_failed_before_its_first_batch_is_no_obstacle(tmp_path):
+def test_results_of_an_evaluation_are_results(tmp_path):
+    (tmp_path / "evals" / "step_5").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"already holds a run \(evals\)"):
+        claim_run_dir(tmp_path, clean=False)
+
+
+def test_nothing_is_deleted_unasked(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "metrics.jsonl").touch()
     (tmp_path / "rollouts").mkdir()
     claim_run_dir(tmp_path, clean=False)
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "trainer" / "metrics.jsonl").exists()
 
 
 def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
-    (tmp_path / "weights" / "step_3").mkdir(parents=True)
-    (tmp_path / "reward.svg").write_text("x")
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = ["notes.txt", "configs/mine.toml", "configs/trainer/debug.toml", "trainer/code.py", "evals/notes.txt"]
+    its = ["reward.svg", "configs/rl.toml", "trainer/metrics.jsonl", "logs/envs/a.log", "weights/step_3/x"]
+    for name in [*mine, *its]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
     claim_run_dir(tmp_path, clean=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(mine)
+    assert not (tmp_path / "weights").exists()
 
 
 def test_clean_never_follows_a_link_out_of_the_run_directory(tmp_path):
@@ -38,9 +48,9 @@ def test_clean_never_follows_a_link_out_of_the_run_directory(tmp_path):
     assert not (run / "weights").exists()
 
 
-def test_a_dry_look_at_a_used_directory_deletes_nothing(tmp_path):
+def test_a_look_at_a_used_directory_deletes_nothing(tmp_path):
     (tmp_path / "weights" / "step_3").mkdir(parents=True)
-    assert check_run_dir(tmp_path, clean=True)
+    check_run_dir(tmp_path, clean=True)
     assert (tmp_path / "weights" / "step_3").is_dir()
     with pytest.raises(ConfigError, match="--clean"):
         check_run_dir(tmp_path, clean=False)

@@ -7,7 +7,9 @@ A PrimeRLError ends a command with its message and exit code 1; a traceback only
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -15,13 +17,15 @@ from pydantic import BaseModel
 from prime_rl import lifeline
 from prime_rl.config.explain import explain
 from prime_rl.config.help import help_text
-from prime_rl.config.load import Resolved, dotted, resolve, to_toml, write_toml
+from prime_rl.config.load import Resolved, resolve
 from prime_rl.config.pending import Wish, wishes
 from prime_rl.config.reads import start_recording
 from prime_rl.config.shared import ProcessConfig
+from prime_rl.config.values import dotted
+from prime_rl.config.writing import to_toml, write_toml
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.logs import setup_logging
-from prime_rl.paths import RunPaths
+from prime_rl.paths import RunPaths, found_results
 
 Config = TypeVar("Config", bound=ProcessConfig)
 Files = Mapping[str, BaseModel]
@@ -29,6 +33,9 @@ Files = Mapping[str, BaseModel]
 
 SERVICES = ("inference", "eval")
 """Processes that may come and go beside a run's results with other configurations."""
+
+FIRST_RANK_S = 5.0
+"""Time that the first of several ranks gets to say why a start is refused."""
 
 HELP, DRY_RUN, EXPLAIN = ("-h", "--help"), ("--dry-run", "--dry_run"), "--explain"
 
@@ -40,20 +47,37 @@ def run_command(
     *,
     argv: Sequence[str] | None = None,
     files: Callable[[Config], Files] | None = None,
+    check: Callable[[Config], None] | None = None,
 ) -> None:
-    """Do what the command line of command `name` asks for.
+    """Do what the command line of command `name` asks for; for a real start, that is `work`.
 
-    `files` gives what a dry run writes, by default the configuration under the command's name; it may raise
-    ConfigError, for what only a look at the machine can tell.
+    `files` gives what a dry run writes, by default the configuration under the command's name. It may raise
+    ConfigError, for what only a look at the machine can tell; so may `check`, before a real start.
     Exits with 1 on a PrimeRLError, with 130 on Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        config = _front(name, root, words, files, check)
+        if config is not None:
+            _work(name, config, work)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _front(
+    name: str,
+    root: type[Config],
+    words: list[str],
+    files: Callable[[Config], Files] | None,
+    check: Callable[[Config], None] | None,
+) -> Config | None:
+    """The configuration of a real start; None where something else was asked for, which is done then."""
     is_debug = False
     try:
         if asked := [word for word in words if word in HELP]:
             section = words[words.index(asked[0]) + 1 :][:1]
             _show(help_text(root, name, section[0] if section and section[0][0] not in "-@" else None))
-            return
+            return None
         is_dry = any(word in DRY_RUN for word in words)
         key, words = _take_key([word for word in words if word not in DRY_RUN])
         resolved = resolve(root, words)
@@ -66,14 +90,28 @@ def run_command(
             _dry_run(name, resolved, files(resolved.config) if files else {name: resolved.config})
         else:
             _refuse_wishes(resolved)
-            start_recording(name)
-            work(resolved.config)
-    except PrimeRLError as error:
+            if check is not None:
+                check(resolved.config)
+            return resolved.config
+    except PrimeRLError as error:  # the same on every rank
         if is_debug:
             raise
-        sys.exit(f"{name}: {error}" if is_first_rank() else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        if not is_first_rank():
+            time.sleep(FIRST_RANK_S)  # torchrun ends all ranks when one has ended: let the first one say why
+            sys.exit(1)
+        sys.exit(f"{name}: {error}")
+    return None
+
+
+def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
+    start_recording(name)
+    try:
+        work(config)
+    except PrimeRLError as error:
+        if config.log.level == "debug":
+            raise
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        sys.exit(f"{name}{rank}: {error}")
 
 
 def is_first_rank() -> bool:
@@ -84,17 +122,23 @@ def is_first_rank() -> bool:
 def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
     """Write `configs/<process>.toml`.
 
-    Raises: ConfigError rather than overwrite the configuration that results in the run directory were made with.
+    Raises: ConfigError rather than overwrite the configuration that results in the run directory were made with, unless
+        the configuration says that these are to be deleted (`clean`).
     """
     path = paths.config(process)
-    has_results = any(any(root.glob("step_*")) for root in (paths.rollouts, paths.weights))
-    makes_results = process not in SERVICES
-    if has_results and makes_results and path.is_file() and path.read_text(encoding="utf-8") != to_toml(config):
+    if _tells_of_results(path, config, paths) and not getattr(config, "clean", False):
         raise ConfigError(
             f"{path} tells how the run in {paths.output_dir} was made, and differs from this configuration; choose "
             "another directory with --output-dir, or delete that run"
         )
     write_toml(config, path)
+
+
+def _tells_of_results(path: FilePath, config: BaseModel, paths: RunPaths) -> bool:
+    """Whether the file at `path` is another configuration, under which results were made that are still there."""
+    if not path.is_file() or path.read_text(encoding="utf-8") == to_toml(config):
+        return False
+    return bool(found_results(paths.output_dir))
 
 
 def begin(process: str, config: ProcessConfig) -> None:
@@ -104,7 +148,9 @@ def begin(process: str, config: ProcessConfig) -> None:
     """
     paths = RunPaths(config.output_dir)
     is_launched = lifeline.VARIABLE in os.environ
-    if not is_launched:
+    if process in SERVICES and _tells_of_results(paths.config(process), config, paths):
+        print(f"{process}: note: {paths.config(process)} stays as the run here was made with", file=sys.stderr)
+    elif not is_launched:
         record_config(config, process, paths)
     file = paths.log(process) if config.log.file and not is_launched else None
     setup_logging(process, config.log.level, file, as_json=config.log.json_logging)
@@ -114,18 +160,18 @@ def begin(process: str, config: ProcessConfig) -> None:
 def _dry_run(name: str, resolved: Resolved[Config], files: Files) -> None:
     if not is_first_rank():
         return
+    paths = RunPaths(resolved.config.output_dir)
     for process, config in files.items():
-        paths = RunPaths(resolved.config.output_dir)
         record_config(config, process, paths)
-        print(f"{name}: wrote {paths.config(process)}")
+    _show("\n".join(f"{name}: wrote {paths.config(process)}" for process in files))
     for wish in wishes(resolved.config):
         print(f"{name}: note: a real start would refuse {_refusal(wish, resolved)}", file=sys.stderr)
 
 
 def _refuse_wishes(resolved: Resolved[Config]) -> None:
-    refusals = {resolved.values.origin(wish.path): _refusal(wish, resolved) for wish in wishes(resolved.config)}
+    refusals = [_refusal(wish, resolved) for wish in wishes(resolved.config)]
     if refusals:
-        raise ConfigError("\n".join([*refusals.values(), "--dry-run accepts these; to start, leave them out"]))
+        raise ConfigError("\n".join([*refusals, "--dry-run accepts these; to start, leave them out"]))
 
 
 def _refusal(wish: Wish, resolved: Resolved[Config]) -> str:

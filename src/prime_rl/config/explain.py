@@ -6,11 +6,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from prime_rl.config.help import describe, entry, summary
-from prime_rl.config.load import Resolved, dotted
+from prime_rl.config.load import Resolved
 from prime_rl.config.schema import Path, field_at, find
 from prime_rl.config.sources import unknown_key
 from prime_rl.config.spelling import canonical
 from prime_rl.config.translation import renamed
+from prime_rl.config.values import dotted
 from prime_rl.errors import ConfigError
 
 
@@ -35,15 +36,7 @@ def explain(root: type[BaseModel], resolved: Resolved[Any], key: str) -> str:
 
 def _origin(resolved: Resolved[Any], path: Path) -> str:
     """Where the value of a key was written; a table around it does not count."""
-    node: Any = resolved.values.tree
-    for part in path:
-        if isinstance(node, list) and not isinstance(part, int):
-            node = node[0]  # env.id: the first entry
-        is_there = part in node if isinstance(node, dict) else isinstance(node, list) and int(part) < len(node)
-        if not is_there:
-            return "default"
-        node = node[part]
-    return resolved.values.origin(path)
+    return resolved.values.origin(path) if resolved.values.has(path) else "default"
 
 
 def _value(config: object, path: Path) -> object:

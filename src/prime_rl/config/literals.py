@@ -72,6 +72,6 @@ def _check_characters(text: str, origin: str) -> None:
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number from 0 to 99999, which may be written as text; None for anything else."""
+    """A whole number of up to nine digits, which may be written as text; None for anything else."""
     text = "" if isinstance(value, bool) else str(value)
-    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

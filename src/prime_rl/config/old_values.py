@@ -23,6 +23,9 @@ DEFAULT_ADDRESS = "http://localhost:8000/v1"
 ENVIRONMENT_OF_BENCHMARK = {"aime24": "aime2024", "aime25": "aime2025"}
 """Benchmarks whose environment has another name."""
 
+MAX_GPUS = 1024
+"""More than any machine has."""
+
 _NULL = (None, "None")
 
 
@@ -262,7 +265,7 @@ class GpuCount:
     def size(self) -> int:
         """The number. Raises: ConfigError for a value that is none."""
         size = whole_number(self.count)
-        if not size:
+        if not size or size > MAX_GPUS:
             raise ConfigError(f"{self.key}: must be a number of GPUs, 1 or more, got {self.count!r} ({self.origin})")
         return size
 

@@ -1,10 +1,10 @@
 """What several processes configure alike: the base class, model, log, client, sampling and environment sections."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -42,7 +42,9 @@ class TokenizerConfig(BaseConfig):
     """Jinja template of a conversation, or a file with one. None: the tokenizer's own."""
 
 
-Level = Literal["debug", "info", "warning", "error"]
+Level = Annotated[
+    Literal["debug", "info", "warning", "error"], BeforeValidator(lambda value: "warning" if value == "warn" else value)
+]
 
 
 class SharedLogConfig(BaseConfig):
@@ -56,11 +58,6 @@ class SharedLogConfig(BaseConfig):
 
     json_logging: bool = False
     """Whether a log line is a JSON object instead of text."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _short_for_warning(cls, value: Any) -> Any:
-        return "warning" if value == "warn" else value
 
 
 class TrainerLogConfig(SharedLogConfig):

@@ -60,7 +60,7 @@ def merge(root: type[BaseModel], *layers: Sequence[Setting]) -> Values:
     """
     values = Values()
     said: set[str] = set()
-    for layer in layers:
+    for values.layer, layer in enumerate(layers):
         for written in layer:
             for setting in _flat(written):
                 spelt = replace(setting, path=canonical(root, setting.path))

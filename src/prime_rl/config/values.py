@@ -34,6 +34,38 @@ class Values:
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    layers: dict[Path, int] = field(default_factory=dict)
+    layer: int = 0
+    """Strength of the source that is being laid: a higher one wins."""
+
+    def has(self, path: Path) -> bool:
+        """Whether anything was written at `path`, a null included."""
+        return self._find(path) is not None
+
+    def written(self, path: Path) -> Any:
+        """What was written at `path`, which must be there: a null is None or "None"."""
+        found = self._find(path)
+        assert found is not None
+        return found[0]
+
+    def layer_of(self, path: Path) -> int:
+        """Strength of the source of `path`, or of the strongest value below it."""
+        return max((layer for key, layer in self.layers.items() if key[: len(path)] == path), default=0)
+
+    def fill(self, path: Path, value: Any, origin: str) -> None:
+        """Write what follows from elsewhere, unless a scalar stands where a table belongs: validation says so."""
+        around = [self._find(path[:end]) for end in range(1, len(path))]
+        if all(found is None or isinstance(found[0], dict) for found in around):
+            self.put(Setting(path, value, origin))
+
+    def _find(self, path: Path) -> tuple[Any] | None:
+        node: Any = self.tree
+        for part in path:
+            is_there = part in node if isinstance(node, dict) else isinstance(node, list) and part in range(len(node))
+            if not is_there:
+                return None
+            node = node[part]
+        return (node,)
 
     def origin(self, path: Path) -> str:
         """Where `path`, or the nearest table around it, was written."""
@@ -48,13 +80,8 @@ class Values:
 
     def get(self, path: Path, default: Any = None) -> Any:
         """The value at `path`; `default` where there is none, or a null."""
-        node: Any = self.tree
-        for part in path:
-            is_there = part in node if isinstance(node, dict) else isinstance(node, list) and part in range(len(node))
-            if not is_there:
-                return default
-            node = node[part]
-        return default if node is None or node == "None" else node
+        found = self._find(path)
+        return default if found is None or found[0] is None or found[0] == "None" else found[0]
 
     def put(self, setting: Setting) -> None:
         """Lay one setting over what is there: tables merge, everything else is replaced.
@@ -71,15 +98,18 @@ class Values:
         before = node.get(last) if isinstance(node, dict) else node[last]
         if value == {} and isinstance(before, dict):
             self.origins.setdefault(path, setting.origin)  # a table that is there already only merges
+            self.layers[path] = self.layer
             return
         if isinstance(before, dict | list):
             self._forget(path)
         node[last] = value
         self.origins[path] = setting.origin
+        self.layers[path] = self.layer
 
     def _forget(self, path: Path) -> None:
         for inside in [key for key in self.origins if key[: len(path)] == path]:
             del self.origins[inside]
+            self.layers.pop(inside, None)
 
 
 def _key_in(node: Any, part: str | int, origin: str) -> Any:
@@ -103,3 +133,8 @@ def _table_in(node: Any, part: str | int, *, is_list: bool, origin: str) -> Any:
     if not isinstance(child, list if is_list else dict):
         child = node[key] = [] if is_list else {}
     return child
+
+
+def dotted(path: Path) -> str:
+    """A path as the user writes it."""
+    return ".".join(str(part) for part in path)

@@ -24,8 +24,8 @@ import psutil
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.load import write_toml
 from prime_rl.config.shared import ClientConfig
+from prime_rl.config.writing import write_toml
 from prime_rl.errors import ProcessFailed
 from prime_rl.launch.plan import Machine, ProcessSpec, config_path
 from prime_rl.paths import RunPaths

@@ -4,17 +4,13 @@ No torch in here: a dry run needs none.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prime_rl.config.command import Files, begin, is_first_rank, run_command
+from prime_rl.config.command import Files, begin, run_command
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.paths import check_run_dir, claim_run_dir
-
-FIRST_RANK_S = 5.0
-"""Time that the first rank gets to say why a start is refused."""
 
 Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
 
@@ -26,9 +22,6 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
     """
 
     def work(config: Config) -> None:
-        if not is_first_rank():  # torchrun ends all ranks when one has ended: the first one must be it
-            time.sleep(FIRST_RANK_S)
-        refuse_several_processes()
         if isinstance(config, SFTConfig):  # the trainer shares its directory with an orchestrator
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
@@ -39,7 +32,10 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
             check_run_dir(config.output_dir, clean=config.clean)
         return {name: config}
 
-    run_command(name, root, work, argv=argv, files=files)
+    def check(config: Config) -> None:
+        refuse_several_processes()
+
+    run_command(name, root, work, argv=argv, files=files, check=check)
 
 
 def refuse_several_processes() -> None:

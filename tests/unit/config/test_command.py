@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config.command import run_command
+from prime_rl.config.command import begin, run_command
+from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.writing import write_toml
 
 FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
 
@@ -68,6 +70,32 @@ def test_a_dry_run_does_not_overwrite_the_configuration_of_a_finished_run():
     trainer("@", "t.toml", "--dry-run")  # the same again is no loss
     assert "choose another directory" in refusal("@", "t.toml", "--optim.lr", "1", "--dry-run")
     assert load(TrainerConfig, ["@", "outputs/configs/trainer.toml"], {}).optim.lr == 2e-3
+
+
+def test_clean_overwrites_the_configuration_too_and_is_not_written(capsys):
+    def start(*argv: str) -> None:
+        run_command("sft", SFTConfig, print, argv=[*argv, "--dry-run"])
+
+    start()
+    Path("outputs/weights/step_1").mkdir(parents=True)
+    start("--clean", "--optim.lr", "1")
+    assert load(SFTConfig, ["@", "outputs/configs/sft.toml"], {}).optim.lr == 1
+    assert "clean" not in Path("outputs/configs/sft.toml").read_text()
+
+
+def test_a_server_beside_a_finished_run_leaves_its_configuration_alone(capsys, monkeypatch):
+    config = load(InferenceConfig, [], {})
+    write_toml(config, Path("outputs/configs/inference.toml"))
+    Path("outputs/weights/step_1").mkdir(parents=True)
+    begin("inference", config.model_copy(update={"seed": 7}))
+    assert "stays as the run here was made with" in capsys.readouterr().err
+    assert load(InferenceConfig, ["@", "outputs/configs/inference.toml"], {}).seed == 42
+    with pytest.raises(SystemExit, match="choose another directory"):
+        run_command("inference", InferenceConfig, print, argv=["--seed", "7", "--dry-run"])
+
+
+def test_a_run_directory_that_cannot_be_written_is_said_in_a_sentence():
+    assert "cannot be written" in refusal("--output-dir", "t.toml", "--dry-run")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.load import load, to_toml, write_toml
+from prime_rl.config.load import load
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import CosineSchedulerConfig, LinearSchedulerConfig, SFTConfig, TrainerConfig
+from prime_rl.config.writing import to_toml, write_toml
 from prime_rl.errors import ConfigError
 
 RL_TOML = """\
@@ -83,11 +84,39 @@ def test_a_value_set_on_one_component_is_lifted_to_the_others():
     assert config.max_steps == config.orchestrator.max_steps == config.trainer.max_steps == 7
 
 
-def test_two_values_of_one_fact_are_refused_naming_both_places(rl_toml):
-    text = complaint(RLConfig, ["@", str(rl_toml), "--trainer.max-steps", "3"])
-    assert "max_steps is 20" in text
-    assert "rl.toml:1" in text
-    assert "trainer.max_steps is '3' (--trainer.max-steps)" in text
+def test_two_values_of_one_fact_are_refused_naming_both_places(tmp_path):
+    (tmp_path / "t.toml").write_text("max_steps = 3\n")
+    (tmp_path / "o.toml").write_text("\nmax_steps = 4\n")
+    text = complaint(RLConfig, ["--trainer", f"@{tmp_path}/t.toml", "--orchestrator", f"@{tmp_path}/o.toml"])
+    assert f"trainer.max_steps is 3 ({tmp_path}/t.toml:1)" in text
+    assert f"orchestrator.max_steps is 4 ({tmp_path}/o.toml:2)" in text
+    assert "set max_steps only" in text
+    assert "they are one value" in complaint(RLConfig, ["--max-steps", "5", "--trainer.max-steps", "6"])
+
+
+@pytest.mark.parametrize("flag", ["--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"])
+def test_a_flag_changes_a_shared_value_of_files_wherever_it_is_set(tmp_path, flag):
+    (tmp_path / "t.toml").write_text("max_steps = 3\n")
+    (tmp_path / "o.toml").write_text("max_steps = 3\n")
+    files = ["--trainer", f"@{tmp_path}/t.toml", "--orchestrator", f"@{tmp_path}/o.toml"]
+    config = load(RLConfig, [*files, flag, "5"], {"PRIME_MAX_STEPS": "9"})
+    assert (config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps) == (5, 5, 5)
+    assert load(RLConfig, files, {"PRIME_MAX_STEPS": "9"}).max_steps == 3
+    assert load(RLConfig, [], {"PRIME_MAX_STEPS": "9"}).trainer.max_steps == 9
+
+
+def test_one_value_may_be_written_in_two_ways(tmp_path):
+    (tmp_path / "t.toml").write_text("[trainer]\noutput_dir = 'out/'\n[trainer.log]\nlevel = 'warn'\n")
+    (tmp_path / "r.toml").write_text("output_dir = 'out'\n[log]\nlevel = 'warning'\n")
+    config = load(RLConfig, [f"@{tmp_path}/t.toml", f"@{tmp_path}/r.toml"], {})
+    assert (config.log.level, config.trainer.log.level) == ("warning", "warning")
+
+
+def test_a_launched_process_reads_its_file_and_no_variables(monkeypatch):
+    monkeypatch.setenv("PRIME_MAX_STEPS", "9")
+    assert load(TrainerConfig, []).max_steps == 9
+    monkeypatch.setenv("PRIME_RL_LAUNCHER", "1:2")
+    assert load(TrainerConfig, []).max_steps is None
 
 
 def test_a_component_that_is_off_stays_off():

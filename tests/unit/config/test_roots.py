@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config.evals import EvalConfig
-from prime_rl.config.load import load, resolve, to_toml
+from prime_rl.config.load import load, resolve
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.writing import to_toml
 from prime_rl.errors import ConfigError
 
 
@@ -42,6 +43,14 @@ def test_no_ckpt_switches_them_off_again(tmp_path: Path):
 def test_a_section_that_is_on_here_and_off_there_is_refused():
     text = complaint(RLConfig, "--ckpt", "--no-trainer.ckpt")
     assert "ckpt is on (--ckpt) but trainer.ckpt is off (--no-trainer.ckpt)" in text
+
+
+def test_a_flag_switches_a_section_of_files_off_and_on(tmp_path: Path):
+    (tmp_path / "t.toml").write_text("[trainer.ckpt]\ninterval = 5\n[orchestrator.ckpt]\ninterval = 5\n")
+    config = rl("@", str(tmp_path / "t.toml"), "--no-ckpt")
+    assert (config.trainer.ckpt, config.orchestrator.ckpt) == (None, None)
+    config = rl("@", str(tmp_path / "t.toml"), "--trainer.ckpt.resume-step", "50")
+    assert (config.ckpt.resume_step, config.orchestrator.ckpt.resume_step, config.ckpt.interval) == (50, 50, 5)
 
 
 def test_the_runs_of_trainer_and_orchestrator_are_named_after_the_shared_name():
@@ -80,6 +89,7 @@ def test_the_servers_context_is_seq_len_unless_it_is_given():
     smaller = ("--inference", "--seq-len", "512", "--max-model-len", "256")
     assert rl(*smaller).inference.model.max_model_len == 256
     assert notices(*smaller) == []
+    assert "dropped and counted" in notices("--inference", "--max-model-len", "131072", "--seq-len", "65536")[0]
     larger = ("--seq-len", "512", "--inference.model.max-model-len", "1024")
     assert rl(*larger).max_model_len == 1024
     assert "dropped and counted" in notices(*larger)[0]
