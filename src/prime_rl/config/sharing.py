@@ -74,7 +74,7 @@ def _is_same(root: type[BaseModel], path: Path, one: Any, other: Any) -> bool:
     field = field_at(root, path)
     if field is None:
         return False
-    annotation: Any = field.annotation
+    annotation: Any = field.rebuild_annotation()
     adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     try:
         left, right = (adapter.validate_python(None if value == "None" else value) for value in (one, other))
