@@ -41,7 +41,7 @@ def rewards(run_dir: Path) -> list[float]:
     return [row["reward/mean"] or 0.0 for row in read_metrics(RunPaths(run_dir).metrics("orchestrator"))]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where every process that the tests start notes which configuration keys it reads."""
     directory = tmp_path_factory.mktemp("reads")
@@ -74,7 +74,7 @@ def train(out: Path, *rl_flags: str, seed: int = 42) -> Trained:
     return Trained(weights, out / "rl", len(rewards(out / "rl")), console)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A shorter run than the demo's: half the steps, so that it fits into CI."""
     flags = ("--max-steps", "50", "--trainer.scheduler.decay-steps", "10")
@@ -88,7 +88,7 @@ class Evaluated:
     """By step; 0 is the model before RL."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def evaluated(trained: Trained) -> Evaluated:
     """The trained model measured before and after, with a server that `eval` starts."""
     with socket.socket() as probe:
@@ -104,7 +104,7 @@ def evaluated(trained: Trained) -> Evaluated:
     return Evaluated(table, {step: json.loads(file.read_text()) for step, file in files.items()})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     """`trainer` and `sft` alone on data that they make up, at the same time; their run directories."""
     flags = ("--scheduler.type", "cosine", "--scheduler.warmup-steps", "1", "--optim.lr", "1e-2", "--log.log-data")

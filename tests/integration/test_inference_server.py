@@ -188,16 +188,18 @@ async def test_new_weights_come_in_between_the_tokens_of_running_requests(client
         return versions
 
     directory = new_weights(model, tmp_path, 1)
-    begun = [asyncio.Event() for _ in range(3)]
-    streams = [asyncio.create_task(stream(seed, event)) for seed, event in enumerate(begun)]
-    for event in begun:
-        await event.wait()
+    has_begun = asyncio.Event()
+    # Enough of them that the server is far from done when the first token has come through a busy machine to us.
+    streams = [asyncio.create_task(stream(seed, has_begun)) for seed in range(24)]
+    await has_begun.wait()
     answer = await http.post("/update_weights", json={"weight_dir": str(directory), "version": 1})
     assert answer.status_code == 200, answer.text
-    for versions in await asyncio.gather(*streams):
+    all_versions = await asyncio.gather(*streams)
+    for versions in all_versions:
         assert len(versions) == 200
         assert versions == sorted(versions)
-        assert set(versions) == {old, 1}
+        assert set(versions) <= {old, 1}
+    assert {old, 1} in map(set, all_versions)
     assert (await http.get("/health")).json() == {"status": "ok", "version": 1}
     assert await greedy(client, model) != before
 
