@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.shared import BaseConfig
 
 
@@ -56,7 +57,7 @@ class LossConfig(BaseConfig):
         for name in ("token_mask", "geo_mask", "sequence_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if low is not None and high is not None and low >= high:
-                raise ValueError(f"{name}_low must be below {name}_high, got {low:g} and {high:g}")
+                raise Conflict(f"{name}_low must be below {name}_high", f"{name}_low", f"{name}_high")
         return self
 
 
@@ -186,9 +187,16 @@ class BufferConfig(BaseConfig):
     def _thresholds(self) -> Any:
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
-            raise ValueError(f"easy_threshold must be above hard_threshold, got {easy:g} and {hard:g}")
+            raise Conflict("easy_threshold must be above hard_threshold", "easy_threshold", "hard_threshold")
         if self.env_ratios is not None and any(ratio <= 0 for ratio in self.env_ratios):
-            raise ValueError(f"env_ratios must be above 0, got {list(self.env_ratios)}")
-        if self.skip_verification and (self.online_difficulty_filtering or easy is not None or hard is not None):
-            raise ValueError("skip_verification leaves no rewards to filter by; drop the thresholds and filtering")
+            raise Conflict("env_ratios must be above 0", "env_ratios")
+        thresholds = {"easy_threshold": easy, "hard_threshold": hard}
+        filtering = [key for key, value in thresholds.items() if value is not None]
+        filtering += ["online_difficulty_filtering"] if self.online_difficulty_filtering else []
+        if self.skip_verification and filtering:
+            raise Conflict(
+                f"skip_verification leaves no rewards to filter by; drop {' and '.join(filtering)}",
+                "skip_verification",
+                *filtering,
+            )
         return self

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.shared import BaseConfig
 
 
@@ -117,6 +118,12 @@ class NCCLBroadcastConfig(BaseConfig):
 
 
 WeightBroadcastConfig = Annotated[FilesystemBroadcastConfig | NCCLBroadcastConfig, Field(discriminator="type")]
+
+
+def check_nccl_is_in_step(broadcast: WeightBroadcastConfig, max_async_level: int) -> None:
+    """Over NCCL both sides meet at every step. Raises: Conflict where one may run further ahead, or not at all."""
+    if broadcast.type == "nccl" and max_async_level != 1:
+        raise Conflict("weight_broadcast.type nccl needs max_async_level 1", "weight_broadcast.type", "max_async_level")
 
 
 class FilesystemTransportConfig(BaseConfig):

@@ -167,9 +167,9 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "max_retries": Refused("all environments share orchestrator.max_attempts"),
     },
     "TrainSamplingConfig": {
-        "top_p": Rule(old.unless_neutral("top_p", 1.0), Kind.SCALAR, says="always 1, which training needs"),
-        "top_k": Rule(old.unless_neutral("top_k", -1), Kind.SCALAR, says="always -1, which training needs"),
-        "min_p": Rule(old.unless_neutral("min_p", 0.0), Kind.SCALAR, says="always 0, which training needs"),
+        "top_p": Rule(old.unless_neutral(1.0), Kind.SCALAR, says="always 1, which training needs"),
+        "top_k": Rule(old.unless_neutral(-1), Kind.SCALAR, says="always -1, which training needs"),
+        "min_p": Rule(old.unless_neutral(0.0), Kind.SCALAR, says="always 0, which training needs"),
     },
     "SamplingConfig": {"max_completion_tokens": To("max_tokens")},
     "_BaseEvalConfig": {

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.monitors import WandbConfig
 from prime_rl.config.shared import (
@@ -203,11 +204,25 @@ class EvalConfig(_BaseEvalConfig, ProcessConfig):
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Any:
         if self.weights_dir is None and not self.eval_base:
-            raise ValueError("--no-eval-base leaves nothing to evaluate without weights_dir; give --weights-dir")
+            raise Conflict(
+                "without its base model (--no-eval-base) and without weights_dir there is nothing to evaluate; give "
+                "--weights-dir",
+                "eval_base",
+                "weights_dir",
+            )
         if self.weights_dir is None and self.steps is not None:
-            raise ValueError("steps are steps of weights_dir; give --weights-dir")
-        if self.resume_path is not None and not self.save.stream:
-            raise ValueError("resume_path goes on from streamed results: set save.stream")
-        if self.resume_path is not None and (len(self.env) > 1 or len(self.steps or ()) > 1):
-            raise ValueError("resume_path is of one environment at one step: evaluate the others separately")
+            raise Conflict("steps are steps of weights_dir; give --weights-dir", "steps", "weights_dir")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_go_on_from(self) -> Any:
+        if self.resume_path is None:
+            return self
+        if not self.save.stream:
+            raise Conflict("resume_path goes on from streamed results: set save.stream", "resume_path", "save.stream")
+        several = [key for key, items in {"env": self.env, "steps": self.steps or ()}.items() if len(items) > 1]
+        if several:
+            raise Conflict(
+                "resume_path is of one environment at one step: evaluate the others separately", "resume_path", *several
+            )
         return self

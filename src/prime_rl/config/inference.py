@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from prime_rl.config.artifacts import SharedWeightBroadcastConfig
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.shared import BaseConfig, Device, ModelConfig, ProcessConfig
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -116,7 +117,12 @@ class InferenceConfig(ProcessConfig):
     def _lora(self) -> Any:
         if self.max_lora_rank is not None and self.max_lora_rank not in LORA_RANKS:
             above = next(rank for rank in LORA_RANKS if rank > self.max_lora_rank)
-            raise ValueError(f"max_lora_rank must be one of {', '.join(map(str, LORA_RANKS))}; the next is {above}")
+            ranks = ", ".join(map(str, LORA_RANKS))
+            raise Conflict(f"max_lora_rank must be one of {ranks}; the next is {above}", "max_lora_rank")
         if self.enable_lora and self.api_server_count > 1:
-            raise ValueError("adapters are loaded into one API server: set api_server_count to 1 with enable_lora")
+            raise Conflict(
+                "adapters are loaded into one API server: set api_server_count to 1 with enable_lora",
+                "enable_lora",
+                "api_server_count",
+            )
         return self

@@ -2,7 +2,8 @@
 
 defaults < PRIME_ variables < TOML files, left to right < flags
 
-sources: merge -> sharing: fill shared values -> root.prepare: fill what follows -> validation
+sources: merge -> sharing: fill shared values -> root.prepare: fill what follows -> variants: leave out keys of types
+that were not chosen -> validation
 """
 
 import os
@@ -16,6 +17,7 @@ from prime_rl import lifeline
 from prime_rl.config.sharing import share, share_sections
 from prime_rl.config.sources import Values, env_settings, merge, parse_argv
 from prime_rl.config.validation import validate
+from prime_rl.config.variants import leave_out_keys_of_other_types
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -48,6 +50,7 @@ def resolve(root: type[Config], argv: Sequence[str], environment: Mapping[str, s
     share(values, root)
     if prepare := getattr(root, "prepare", None):
         prepare(values)
+    leave_out_keys_of_other_types(root, values)
     return Resolved(validate(root, values), values)
 
 

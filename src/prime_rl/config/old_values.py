@@ -62,7 +62,7 @@ def items(value: Any) -> list[Any]:
 
 def port_alone(value: Any) -> Any:
     """The port of an address, where an address was given for a port."""
-    address = re.fullmatch(r"(?:\w+://)?[^/:]+:(\d+)/?", value) if isinstance(value, str) else None
+    address = re.fullmatch(r"(?:\w+://)?[^/:]+:(\d+)/?(?:v1/?)?", value) if isinstance(value, str) else None
     return int(address[1]) if address else value
 
 
@@ -176,15 +176,15 @@ def fake_data(found: Found) -> Writes:
     return [(("data", "type"), "fake"), (("data", *rest), found.value)]
 
 
-def unless_neutral(key: str, neutral: float) -> Callable[[Found], Writes]:
-    """A sampling parameter that training leaves alone; another value goes to the server, if validation lets it."""
+def unless_neutral(neutral: float) -> Callable[[Found], Writes | None]:
+    """A sampling parameter that training leaves alone; validation refuses another value."""
 
-    def write(found: Found) -> Writes:
+    def write(found: Found) -> Writes | None:
         try:
             is_neutral = found.value in _NULL or float(found.value) == neutral
         except (TypeError, ValueError):
             is_neutral = False
-        return [] if is_neutral else [(("extra_body", key), found.value)]
+        return [] if is_neutral else None
 
     return write
 

@@ -8,11 +8,12 @@ from prime_rl.config.algorithms import AdvantageConfig, AnyAdvantageConfig, Buff
 from prime_rl.config.artifacts import (
     FilesystemBroadcastConfig,
     FilesystemTransportConfig,
-    NCCLBroadcastConfig,
     OrchestratorCheckpointConfig,
     TransportConfig,
     WeightBroadcastConfig,
+    check_nccl_is_in_step,
 )
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.evals import OnlineEvalConfig
 from prime_rl.config.monitors import HeartbeatConfig, OrchestratorWandbConfig, PrimeMonitorConfig
 from prime_rl.config.shared import (
@@ -26,11 +27,26 @@ from prime_rl.config.shared import (
     check_env_labels,
 )
 
-_BENDS_SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "logits_processors", "bad_words", "allowed_token_ids"),
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": (),
+    "logits_processors": (),
+    "bad_words": (),
+    "allowed_token_ids": (),
 }
-"""Request fields under which the engine no longer samples from softmax(logits / temperature)."""
+"""Request fields that are no keys here, and the values under which the engine samples from softmax(logits / T)."""
+
+_BENDS = (
+    "the trainer cannot reproduce any other distribution than the policy's own: the importance ratio would be biased"
+)
+
+
+def _bends_sampling(name: str, value: Any) -> bool:
+    return name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]
 
 
 class TemperatureScheduleConfig(BaseConfig):
@@ -57,12 +73,30 @@ class TrainSamplingConfig(SamplingConfig):
     @model_validator(mode="after")
     def _one_temperature(self) -> Any:
         if self.temp_scheduler is not None and self.temperature != 1.0:
-            raise ValueError("set either temperature or temp_scheduler: both say how hot to sample")
+            raise Conflict(
+                "set either temperature or temp_scheduler: both say how hot to sample", "temperature", "temp_scheduler"
+            )
         return self
 
 
 class TrainEnvConfig(EnvConfig):
     """One training environment."""
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys_are_neutral(cls, value: Any) -> Any:
+        """The older spellings that are left here have a value that training cannot do with."""
+        given = [key for key in ("top_p", "top_k", "min_p") if isinstance(value, dict) and key in value]
+        extra_body = value.get("extra_body") if given else None
+        for key in given:
+            if isinstance(extra_body, dict) and key in extra_body:
+                raise Conflict(
+                    f"{key} stands twice, here and in extra_body; remove both: {_BENDS}",
+                    key,
+                    f"extra_body.{key}",
+                )
+            raise Conflict(f"{_BENDS}; remove {key}", key)
+        return value
+
 
     ratio: float | None = Field(default=None, gt=0)
     """How often it is drawn, relative to the others. None: in proportion to its number of examples."""
@@ -240,49 +274,57 @@ class OrchestratorConfig(ProcessConfig):
     @classmethod
     def _labels(cls, value: tuple[TrainEnvConfig, ...]) -> tuple[TrainEnvConfig, ...]:
         check_env_labels(value)
-        rated = [env.label for env in value if env.ratio is not None]
-        if rated and len(rated) < len(value):
-            raise ValueError(
-                f"{rated[0]!r} has a ratio and another environment has none; give all of them one, or none"
-            )
+        if len({env.ratio is None for env in value}) > 1:
+            ratios = (f"{index}.ratio" for index in range(len(value)))
+            raise Conflict("give all environments a ratio, or none", *ratios)
         return value
 
     @field_validator("sampling")
     @classmethod
     def _training_needs_a_temperature(cls, value: TrainSamplingConfig) -> TrainSamplingConfig:
         if value.temperature == 0:
-            raise ValueError("temperature 0 is greedy: every rollout of a group would be the same; set it above 0")
-        bent = [f"extra_body.{key}" for key in sorted(_BENDS_SAMPLING & set(value.extra_body))]
+            raise Conflict(
+                "temperature 0 is greedy: every rollout of a group would be the same; set it above 0", "temperature"
+            )
+        bent = [f"extra_body.{key}" for key, field in sorted(value.extra_body.items()) if _bends_sampling(key, field)]
         bent += ["min_tokens"] if value.min_tokens else []
         bent += ["repetition_penalty"] if value.repetition_penalty != 1 else []
         if bent:
-            raise ValueError(
-                f"{bent[0]} changes the distribution that is sampled from, which the trainer cannot "
-                "reproduce: the importance ratio would be biased; remove it"
-            )
+            raise Conflict(f"{_BENDS}; remove {' and '.join(bent)}", *bent)
         return value
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Any:
         if self.batch_size % self.rollouts_per_example:
             down = self.batch_size - self.batch_size % self.rollouts_per_example
-            raise ValueError(
-                f"batch_size must be divisible by rollouts_per_example, got {self.batch_size} and "
-                f"{self.rollouts_per_example}; try batch_size {down or self.rollouts_per_example}"
+            raise Conflict(
+                "batch_size must be divisible by rollouts_per_example; try batch_size "
+                f"{down or self.rollouts_per_example}",
+                "batch_size",
+                "rollouts_per_example",
             )
         if self.max_concurrent is not None and self.max_concurrent < self.rollouts_per_example:
-            raise ValueError("max_concurrent must hold at least one group: set it to rollouts_per_example or more")
+            raise Conflict(
+                "max_concurrent must hold at least one group: set it to rollouts_per_example or more",
+                "max_concurrent",
+                "rollouts_per_example",
+            )
         return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
         if self.buffer.env_ratios is not None and len(self.buffer.env_ratios) != len(self.env):
-            raise ValueError(
+            raise Conflict(
                 f"buffer.env_ratios has {len(self.buffer.env_ratios)} numbers for {len(self.env)} environments; "
-                "give one each"
+                "give one each",
+                "buffer.env_ratios",
+                "env",
             )
-        if isinstance(self.weight_broadcast, NCCLBroadcastConfig) and self.max_async_level != 1:
-            raise ValueError(f"weight_broadcast.type nccl needs max_async_level 1, got {self.max_async_level}")
+        check_nccl_is_in_step(self.weight_broadcast, self.max_async_level)
         if self.token_batch_size is not None and "batch_size" in self.model_fields_set and self.batch_size != 128:
-            raise ValueError("set either batch_size or token_batch_size: both say when a batch is full")
+            raise Conflict(
+                "set either batch_size or token_batch_size: both say when a batch is full",
+                "batch_size",
+                "token_batch_size",
+            )
         return self

@@ -9,14 +9,16 @@ from pydantic import Field, model_validator
 
 from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
 from prime_rl.config.compat import resolve_gpu_counts
-from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ServerConfig
+from prime_rl.config.conflict import Conflict
+from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.config.literals import whole_number
 from prime_rl.config.monitors import SharedWandbConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.schema import Path
-from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig
-from prime_rl.config.sources import Setting, Values
+from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig, SlurmConfig
+from prime_rl.config.sharing import split
 from prime_rl.config.trainer import LoRAConfig, TrainerConfig
+from prime_rl.config.values import Values
 
 _TRAINED = ("trainer", "orchestrator")
 _ALL = ("trainer", "orchestrator", "inference")
@@ -118,11 +120,13 @@ class RLConfig(ProcessConfig):
             return self
         port, base_urls = self.inference.server.port, self.orchestrator.client.base_url
         if port == 0:
-            raise ValueError("inference.server.port 0 is for a server of its own; with rl, name the port")
+            raise Conflict("port 0 is for a server of its own; with rl, name the port", "inference.server.port")
         if all(urlsplit(address).port != port for address in base_urls):
-            raise ValueError(
-                f"orchestrator.client.base_url is {base_urls[0]} but the server that is started listens on port {port};"
-                " set inference.server.port to match, or leave [inference] out to use a running server"
+            raise Conflict(
+                f"the server that is started listens on port {port}, where orchestrator.client.base_url does not lead; "
+                "set inference.server.port to match, or leave [inference] out to use a running server",
+                "orchestrator.client.base_url",
+                "inference.server.port",
             )
         return self
 
@@ -132,13 +136,9 @@ class RLConfig(ProcessConfig):
         for key in keys:
             ids = getattr(self, key)
             if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
-                raise ValueError(f"{key} must be different indices from 0, at least one, got {list(ids)}")
-        parallel = self.inference.parallel if self.inference else None
-        if parallel and self.inference_gpu_ids and parallel.dp * parallel.tp != len(self.inference_gpu_ids):
-            raise ValueError(
-                f"inference.parallel needs dp x tp = {parallel.dp} x {parallel.tp} = {parallel.dp * parallel.tp} GPUs, "
-                f"but inference_gpu_ids names {len(self.inference_gpu_ids)}; drop inference.parallel.dp, it follows"
-            )
+                raise Conflict(f"{key} must be different indices from 0, at least one", key)
+        if self.inference is not None and self.inference_gpu_ids is not None:
+            _check_parallelism(self.inference.parallel, len(self.inference_gpu_ids))
         return self
 
     @model_validator(mode="after")
@@ -147,11 +147,19 @@ class RLConfig(ProcessConfig):
             return self
         gpus = {*(self.inference_gpu_ids or ()), *(self.trainer_gpu_ids or ())}
         if self.inference_gpu_ids and self.trainer_gpu_ids and len(gpus) < 2:
-            raise ValueError("weight_broadcast.type nccl needs a GPU for each side; use filesystem on one GPU")
+            raise Conflict(
+                "weight_broadcast.type nccl needs a GPU for each side; use filesystem on one GPU",
+                "weight_broadcast.type",
+                "inference_gpu_ids",
+                "trainer_gpu_ids",
+            )
         for key in ("host", "port"):
             here, there = (getattr(c.weight_broadcast, key) for c in (self.trainer, self.orchestrator))
             if here != there:
-                raise ValueError(f"trainer.weight_broadcast.{key} is {here!r} but orchestrator's is {there!r}")
+                raise Conflict(
+                    f"trainer and orchestrator meet at one {key}: set both to the same",
+                    *_in(_TRAINED, f"weight_broadcast.{key}"),
+                )
         return self
 
     @model_validator(mode="after")
@@ -161,14 +169,22 @@ class RLConfig(ProcessConfig):
             and self.trainer.loss.teacher_tau
             and not self.orchestrator.teacher_model
         ):
-            raise ValueError("trainer.loss.teacher_tau needs a teacher: add [orchestrator.teacher_model]")
+            raise Conflict(
+                "trainer.loss.teacher_tau needs a teacher: add [orchestrator.teacher_model]",
+                "trainer.loss.teacher_tau",
+                "orchestrator.teacher_model",
+            )
         if self.teacher_gpu_ids and self.teacher_inference is None:
-            raise ValueError("teacher_gpu_ids are for [teacher_inference]; add it, or drop them")
+            raise Conflict(
+                "teacher_gpu_ids are for [teacher_inference]; add it, or drop them",
+                "teacher_gpu_ids",
+                "teacher_inference",
+            )
         return self
 
 
 def _is_on(values: Values, section: str) -> bool:
-    return values.get(tuple(section.split("."))) is not None
+    return isinstance(values.get(split(section)), dict)
 
 
 def _bench_both(values: Values) -> None:
@@ -176,14 +192,24 @@ def _bench_both(values: Values) -> None:
     if str(values.get(("bench",))).lower() != "true":
         return
     sizes: dict[str, Path] = {"batch_size": ("orchestrator", "batch_size"), "seq_len": ("seq_len",)}
-    origin = values.origin(("bench",))
     for path, value in ((("trainer", "bench"), {}), (("orchestrator", "bench"), True)):
         if values.get(path) is None:
-            values.put(Setting(path, value, origin))
+            values.fill(path, value, ("bench",))
     for key, source in sizes.items():
         fake = ("trainer", "data", "fake", key)
+def _check_parallelism(parallel: ParallelConfig, gpus: int) -> None:
+    """The server's copies fill its GPUs. Raises: Conflict with advice on what was set."""
+    ids, tp, dp = "inference_gpu_ids", "inference.parallel.tp", "inference.parallel.dp"
+    if gpus % parallel.tp:
+        fitting = ", ".join(str(size) for size in range(1, gpus + 1) if gpus % size == 0)
+        raise Conflict(f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {fitting}", tp, ids)
+    if parallel.dp * parallel.tp != gpus:
+        needed = f"tp x dp = {parallel.tp} x {parallel.dp} = {parallel.tp * parallel.dp}"
+        raise Conflict(f"{needed} GPUs are not the {gpus} that are named; drop {dp}, it follows", dp, tp, ids)
+
+
         if values.get(fake) is None and values.get(source) is not None:
-            values.put(Setting(fake, values.get(source), values.origin(source)))
+            values.fill(fake, values.get(source), source)
 
 
 def _name_wandb_runs(values: Values) -> None:
@@ -191,7 +217,7 @@ def _name_wandb_runs(values: Values) -> None:
     name = values.get(("wandb", "name"))
     for component in _TRAINED if name is not None else ():
         if values.get((component, "wandb", "name")) is None:
-            values.put(Setting((component, "wandb", "name"), f"{name}-{component}", values.origin(("wandb", "name"))))
+            values.fill((component, "wandb", "name"), f"{name}-{component}", ("wandb", "name"))
 
 
 def _fit_server_to_run(values: Values) -> None:
@@ -200,11 +226,10 @@ def _fit_server_to_run(values: Values) -> None:
         return
     name, served = values.get(("model", "name")), values.get(("inference", "model", "name"))
     if served is None and name is not None:
-        values.put(Setting(("inference", "model", "name"), name, values.origin(("model", "name"))))
+        values.fill(("inference", "model", "name"), name, ("model", "name"))
     elif served is not None and name is None:  # the only place that names a model names that of all
-        origin = values.origin(("inference", "model", "name"))
         for key in ("model.name", *RLConfig.shared["model.name"]):
-            values.put(Setting(tuple(key.split(".")), served, origin))
+            values.fill(split(key), served, ("inference", "model", "name"))
     elif served != name:
         values.notices.append(
             f"inference.model.name is {served!r} and model.name {name!r}: this is right only where the first is a "
@@ -215,7 +240,7 @@ def _fit_server_to_run(values: Values) -> None:
     if max_model_len is None:
         origin = f"follows seq_len: {values.origin(('seq_len',))}"
         for key in ("max_model_len", *RLConfig.shared["max_model_len"]):
-            values.put(Setting(tuple(key.split(".")), seq_len, origin))
+            values.fill(split(key), seq_len, ("seq_len",), origin)
     elif (whole_number(max_model_len) or 0) > (whole_number(seq_len) or math.inf):
         values.notices.append(
             f"max_model_len {max_model_len} is more than seq_len {seq_len}: rollouts longer than seq_len cannot be "
@@ -228,16 +253,15 @@ def _fit_parallelism_to_gpus(values: Values) -> None:
     ids, tp = values.get(("inference_gpu_ids",)), values.get(("inference", "parallel", "tp"), default=1)
     if _is_on(values, "inference") and isinstance(ids, list) and (shards := whole_number(tp)):
         if values.get(("inference", "parallel", "dp")) is None and len(ids) % shards == 0:
-            origin = values.origin(("inference_gpu_ids",))
-            values.put(Setting(("inference", "parallel", "dp"), len(ids) // shards, origin))
+            values.fill(("inference", "parallel", "dp"), len(ids) // shards, ("inference_gpu_ids",))
         nccl = ("trainer", "weight_broadcast", "inference_world_size")
         if values.get(("trainer", "weight_broadcast", "type")) == "nccl" and values.get(nccl) is None:
-            values.put(Setting(nccl, len(ids), values.origin(("inference_gpu_ids",))))
+            values.fill(nccl, len(ids), ("inference_gpu_ids",))
     ids = values.get(("trainer_gpu_ids",))
     if isinstance(ids, list) and values.get(("orchestrator", "num_train_workers")) is None:
         cp, tp = (whole_number(values.get(("trainer", "model", key), default=1)) for key in ("cp", "tp"))
         ranks = max(1, len(ids) // ((cp or 1) * (tp or 1)))
-        values.put(Setting(("orchestrator", "num_train_workers"), ranks, values.origin(("trainer_gpu_ids",))))
+        values.fill(("orchestrator", "num_train_workers"), ranks, ("trainer_gpu_ids",))
 
 
 def _serve_adapter(values: Values) -> None:
@@ -247,11 +271,11 @@ def _serve_adapter(values: Values) -> None:
         return
     rank = values.get((*lora, "rank"), default=LoRAConfig.model_fields["rank"].default)
     if values.get(("inference", "enable_lora")) is None:
-        values.put(Setting(("inference", "enable_lora"), True, values.origin(lora)))
+        values.fill(("inference", "enable_lora"), True, lora)
     if values.get(("inference", "max_lora_rank")) is None:
         fitting = [size for size in LORA_RANKS if size >= (whole_number(rank) or 0)]
         if fitting:
-            values.put(Setting(("inference", "max_lora_rank"), fitting[0], values.origin(lora)))
+            values.fill(("inference", "max_lora_rank"), fitting[0], lora)
 
 
 def _meet_server(values: Values) -> None:
@@ -260,5 +284,5 @@ def _meet_server(values: Values) -> None:
     host = values.get(("inference", "server", "host"), default="localhost")
     host = "localhost" if host in ("0.0.0.0", "::") else host
     if _is_on(values, "inference") and values.get(("orchestrator", "client", "base_url")) is None:
-        origin = values.origin(("inference", "server", "port"))
-        values.put(Setting(("orchestrator", "client", "base_url"), [f"http://{host}:{port}/v1"], origin))
+        address = f"http://{host}:{port}/v1"
+        values.fill(("orchestrator", "client", "base_url"), [address], ("inference", "server", "port"))

@@ -70,7 +70,7 @@ def target_of(annotation: Any) -> Target:
         return Target(Kind.SECTION, sections)
     origins = {get_origin(option) or option for option in options}
     if origins & {list, tuple}:
-        items = [argument for option in options for argument in get_args(option) if argument is not Ellipsis]
+        items = [item for option in options for argument in get_args(option) for item in members(argument)]
         return Target(Kind.LIST, tuple(i for i in items if isinstance(i, type) and issubclass(i, BaseModel)))
     if dict in origins:
         return Target(Kind.MAPPING)
@@ -91,7 +91,7 @@ def find(root: type[BaseModel], path: Path) -> Target | None:
         if target.kind is Kind.LIST and re.fullmatch("[0-9]+", str(part)):
             target = Target(Kind.SECTION, target.sections)
             continue
-        if target.kind is Kind.LIST and len(target.sections) == 1:
+        if target.kind is Kind.LIST and target.sections:
             target = Target(Kind.SECTION, target.sections)  # --env.id x: the first entry
         field = fields_of(target.sections).get(str(part)) if target.kind is Kind.SECTION else None
         if field is None:

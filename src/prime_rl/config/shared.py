@@ -6,6 +6,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from prime_rl.config.conflict import Conflict
+
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
@@ -16,7 +18,13 @@ class BaseConfig(BaseModel):
     them at every start, which doubles the time to load the classes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in free tables
+    )
 
 
 class ModelConfig(BaseConfig):
@@ -158,9 +166,11 @@ class SamplingConfig(BaseConfig):
     def _said_once(self) -> Any:
         twice = sorted(set(self.extra_body) & set(type(self).model_fields))
         if twice:
-            raise ValueError(
+            raise Conflict(
                 f"{twice[0]} stands in extra_body and is a key of its own here: the server would get it twice; "
-                f"remove it from extra_body and set sampling.{twice[0]}"
+                f"remove it from extra_body and set sampling.{twice[0]}",
+                twice[0],
+                f"extra_body.{twice[0]}",
             )
         return self
 
@@ -189,11 +199,23 @@ class EnvConfig(BaseConfig):
 def check_env_labels(envs: tuple[EnvConfig, ...]) -> None:
     """At least one environment, and no two that share a name in metrics and paths."""
     if not envs:
-        raise ValueError("needs at least one environment: [[orchestrator.env]] with an id")
+        raise ValueError("needs at least one environment, which is a table with an id")
     labels = [env.label for env in envs]
-    double = sorted({label for label in labels if labels.count(label) > 1})
-    if double:
-        raise ValueError(f"two environments are called {double[0]!r}; give each its own name")
+    for index, label in enumerate(labels):
+        first = labels.index(label)
+        if first < index:
+            keys = [f"{place}.{'name' if envs[place].name else 'id'}" for place in (first, index)]
+            raise Conflict(f"two environments are called {label!r}; give each its own name", *keys)
+
+
+class SlurmConfig(BaseConfig):
+    """Submits the command to a SLURM cluster instead of starting it here."""
+
+    job_name: str = "prime-rl"
+    """Name of the job."""
+
+    partition: str = "cluster"
+    """Partition that it is submitted to."""
 
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -32,9 +32,9 @@ def share_sections(values: Values, root: type[BaseModel]) -> None:
             )
         for path in places if on or off else ():
             if off:
-                values.fill(path, None, values.origin(off[0]))
+                values.fill(path, None, off[0])
             elif values.get(path) is None:
-                values.fill(path, {}, values.origin(on[0]))
+                values.fill(path, {}, on[0])
 
 
 def share(values: Values, root: type[BaseModel]) -> None:
@@ -54,10 +54,9 @@ def share(values: Values, root: type[BaseModel]) -> None:
                     f"{dotted(first)} is {values.written(first)!r} ({values.origin(first)}) but {dotted(path)} is "
                     f"{values.written(path)!r} ({values.origin(path)}); they are one value: set {root_key} only"
                 )
-        value, origin = values.written(first), values.origin(first)
         for path in places:
             if path not in strongest and not _is_off(values, root, path):
-                values.fill(path, value, origin)
+                values.fill(path, values.written(first), first)
 
 
 def _strongest(values: Values, places: Sequence[Path]) -> list[Path]:

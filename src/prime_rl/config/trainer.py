@@ -9,12 +9,13 @@ from prime_rl.config.algorithms import LossConfig, RLLossConfig
 from prime_rl.config.artifacts import (
     FilesystemBroadcastConfig,
     FilesystemTransportConfig,
-    NCCLBroadcastConfig,
     TrainerCheckpointConfig,
     TransportConfig,
     WeightBroadcastConfig,
     WeightsConfig,
+    check_nccl_is_in_step,
 )
+from prime_rl.config.conflict import Conflict
 from prime_rl.config.monitors import HeartbeatConfig, MetricsServerConfig, TrainerWandbConfig
 from prime_rl.config.shared import (
     BaseConfig,
@@ -147,15 +148,23 @@ class TrainerModelConfig(ModelConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
         if self.trust_remote_code and self.impl == "custom":
-            raise ValueError('trust_remote_code runs the model\'s own code: set impl to "hf" or "auto"')
-        if self.cp > 1 and self.attn in ("sdpa",):
-            raise ValueError(
-                "cp above 1 needs flash attention: set attn to auto, flash_attention_2 or flash_attention_3"
+            raise Conflict(
+                "trust_remote_code runs the model's own code: set impl to hf or auto", "trust_remote_code", "impl"
+            )
+        if self.cp > 1 and self.attn == "sdpa":
+            raise Conflict(
+                "cp above 1 needs flash attention: set attn to auto, flash_attention_2 or flash_attention_3",
+                "cp",
+                "attn",
             )
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
-            raise ValueError("fsdp_cpu_offload offloads the optimizer too: set only one of it and optim_cpu_offload")
+            raise Conflict(
+                "fsdp_cpu_offload offloads the optimizer too: set only one of it and optim_cpu_offload",
+                "fsdp_cpu_offload",
+                "optim_cpu_offload",
+            )
         if isinstance(self.fused_lm_head_chunk_size, int) and self.fused_lm_head_chunk_size < 512:
-            raise ValueError(f"fused_lm_head_chunk_size must be 512 or more, got {self.fused_lm_head_chunk_size}")
+            raise Conflict("fused_lm_head_chunk_size must be 512 or more, or auto", "fused_lm_head_chunk_size")
         return self
 
 
@@ -303,12 +312,20 @@ class _BaseTrainerConfig(ProcessConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
         if self.trace_path is not None and (self.max_steps is None or self.max_steps >= 10):
-            raise ValueError("trace_path writes a large file a step: set max_steps below 10")
+            raise Conflict("trace_path writes a large file a step: set max_steps below 10", "trace_path", "max_steps")
         if isinstance(self.optim, MuonConfig) and self.model.fsdp_cpu_offload:
-            raise ValueError("optim.type muon does not go with model.fsdp_cpu_offload; use adamw, or drop the offload")
+            raise Conflict(
+                "optim.type muon does not go with model.fsdp_cpu_offload; use adamw, or drop the offload",
+                "optim.type",
+                "model.fsdp_cpu_offload",
+            )
         weights = self.ckpt.weights if self.ckpt else None
         if weights is not None and weights.save_adapter_separately and self.model.lora is None:
-            raise ValueError("ckpt.weights.save_adapter_separately needs an adapter: add [model.lora], or drop it")
+            raise Conflict(
+                "save_adapter_separately needs an adapter: add [model.lora], or drop it",
+                "ckpt.weights.save_adapter_separately",
+                "model.lora",
+            )
         return self
 
     @model_validator(mode="after")
@@ -316,12 +333,17 @@ class _BaseTrainerConfig(ProcessConfig):
         if isinstance(self.scheduler, ConstantSchedulerConfig):
             return self
         if self.max_steps is None:
-            raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps, to know where it ends")
+            raise Conflict(
+                f"scheduler.type {self.scheduler.type} needs max_steps, to know where it ends",
+                "scheduler.type",
+                "max_steps",
+            )
         decay = self.scheduler.decay_steps if isinstance(self.scheduler, LinearSchedulerConfig) else 0
         if self.scheduler.warmup_steps + decay > self.max_steps:
-            raise ValueError(
-                f"scheduler: {self.scheduler.warmup_steps} warm-up and {decay} decay steps do not fit into "
-                f"max_steps {self.max_steps}"
+            keys = ["scheduler.warmup_steps", *(["scheduler.decay_steps"] if decay else []), "max_steps"]
+            parts = f"{self.scheduler.warmup_steps} warm-up{f' and {decay} decay' if decay else ''} steps"
+            raise Conflict(
+                f"{parts} do not fit into max_steps {self.max_steps}; set fewer, or a larger max_steps", *keys
             )
         return self
 
@@ -358,12 +380,11 @@ class RLDataConfig(BaseConfig):
 
 
 def check_divisible(batch_size: int, micro_batch_size: int) -> None:
-    """A batch is a whole number of micro-batches. Raises: ValueError with a size that fits."""
+    """A batch is a whole number of micro-batches. Raises: Conflict with a size that fits."""
     if batch_size % micro_batch_size:
         near = max(micro_batch_size, batch_size - batch_size % micro_batch_size)
-        raise ValueError(
-            f"batch_size must be divisible by micro_batch_size, got {batch_size} and {micro_batch_size}; try "
-            f"batch_size {near}"
+        raise Conflict(
+            f"batch_size must be divisible by micro_batch_size; try batch_size {near}", "batch_size", "micro_batch_size"
         )
 
 
@@ -387,18 +408,16 @@ class TrainerConfig(_BaseTrainerConfig):
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Any:
         if self.tokenizer.name not in (None, self.model.name):
-            raise ValueError(
-                f"tokenizer.name is {self.tokenizer.name!r} but model.name is {self.model.name!r}: the server and the "
-                "environments use the model's tokenizer; leave tokenizer.name out"
+            raise Conflict(
+                "the server and the environments use the model's tokenizer; leave tokenizer.name out",
+                "tokenizer.name",
+                "model.name",
             )
         return self
 
     @model_validator(mode="after")
     def _broadcast_fits(self) -> Any:
-        if not isinstance(self.weight_broadcast, NCCLBroadcastConfig):
-            return self
-        if self.max_async_level != 1:
-            raise ValueError(f"weight_broadcast.type nccl needs max_async_level 1, got {self.max_async_level}")
+        check_nccl_is_in_step(self.weight_broadcast, self.max_async_level)
         return self
 
 
@@ -431,7 +450,7 @@ class _BaseDataConfig(BaseConfig):
         if self.micro_batch_size is not None:
             check_divisible(self.batch_size, self.micro_batch_size)
         if self.pack_function == "stack" and self.seq_len % 256:
-            raise ValueError(f"pack_function stack needs a seq_len divisible by 256, got {self.seq_len}")
+            raise Conflict("pack_function stack needs a seq_len divisible by 256", "pack_function", "seq_len")
         return self
 
 
@@ -471,9 +490,9 @@ class SFTDataConfig(_BaseDataConfig):
         lists = {"subsets": self.subsets, "splits": self.splits, "probabilities": self.probabilities}
         lengths = {name: len(given) for name, given in lists.items() if given is not None}
         if self.probabilities is not None and len(lengths) == 1:
-            raise ValueError("probabilities are those of subsets or splits: set one of these too")
+            raise Conflict("probabilities are those of subsets or splits: set one of these too", "probabilities")
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"subsets, splits and probabilities belong together, got {lengths} of them")
+            raise Conflict(f"{' and '.join(lengths)} belong together: give as many of each", *lengths)
         return self
 
 
@@ -506,5 +525,10 @@ class SFTConfig(_BaseTrainerConfig):
     @model_validator(mode="after")
     def _parallel_fits(self) -> Any:
         if self.model.cp > 1 and (self.data.pack_function != "cat" or self.data.seq_len % self.model.cp):
-            raise ValueError("model.cp above 1 needs data.pack_function cat and a data.seq_len divisible by it")
+            raise Conflict(
+                "model.cp above 1 needs data.pack_function cat and a data.seq_len divisible by it",
+                "model.cp",
+                "data.pack_function",
+                "data.seq_len",
+            )
         return self

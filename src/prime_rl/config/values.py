@@ -52,11 +52,20 @@ class Values:
         """Strength of the source of `path`, or of the strongest value below it."""
         return max((layer for key, layer in self.layers.items() if key[: len(path)] == path), default=0)
 
-    def fill(self, path: Path, value: Any, origin: str) -> None:
-        """Write what follows from elsewhere, unless a scalar stands where a table belongs: validation says so."""
+    def fill(self, path: Path, value: Any, source: Path, origin: str = "") -> None:
+        """Write what follows from what stands at `source`, with its strength, and its place where no `origin` is given.
+
+        Nothing is written where a scalar stands and a table belongs: validation says so.
+        """
         around = [self._find(path[:end]) for end in range(1, len(path))]
         if all(found is None or isinstance(found[0], dict) for found in around):
-            self.put(Setting(path, value, origin))
+            self.put(Setting(path, value, origin or self.origin(source)))
+            self.layers[path] = self.layer_of(source)
+
+    def remove(self, path: Path) -> None:
+        """Take away the key of a table that is there."""
+        del self.get(path[:-1])[path[-1]]
+        self._forget(path)
 
     def _find(self, path: Path) -> tuple[Any] | None:
         node: Any = self.tree

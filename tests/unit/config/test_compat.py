@@ -224,7 +224,7 @@ def test_a_key_without_effect_is_accepted_and_says_what_happens_instead(line, no
 REFUSED = [
     ("orchestrator --collate-mode padding", "--collate-mode padding has no counterpart: samples are packed"),
     ("orchestrator --zero-truncated-completions", "--zero-truncated-completions true has no counterpart"),
-    ("orchestrator --sampling.top-k 5", "extra_body.top_k changes the distribution"),
+    ("orchestrator --sampling.top-k 5", "remove top_k"),
     ("orchestrator --client.api-key s3cret", "put it into an environment variable"),
     ("orchestrator --buffer.type fifo", "there is no buffer of type 'fifo'"),
     ("orchestrator --rollout-path r", "set output_dir"),

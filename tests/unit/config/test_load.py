@@ -232,7 +232,7 @@ def test_a_complaint_about_a_file_names_the_line(tmp_path):
     path.write_text('[trainer]\nmax_stepz = 3\n\n[[orchestrator.env]]\nid = "a"\n[[orchestrator.env]]\nid = 7\n')
     text = complaint(RLConfig, [f"@{path}"])
     assert f"trainer.max_stepz: no such key ({path}:2); did you mean trainer.max_steps?" in text
-    assert f"orchestrator.env.1.id: input should be a valid string, got 7 ({path}:7)" in text
+    assert f"orchestrator.env.1.id: must be text, got 7 ({path}:7)" in text
 
 
 def test_invalid_toml_names_the_file(tmp_path):

@@ -56,3 +56,24 @@ def test_get_reads_through_tables_and_lists_and_takes_null_for_nothing():
 def test_an_absurdly_long_path_is_refused():
     with pytest.raises(ConfigError, match="nested more than"):
         values_of((tuple("a" * (MAX_DEPTH + 1)), 1))
+
+
+def test_what_follows_from_another_value_has_its_place_and_its_strength():
+    values = Values()
+    for values.layer, key in enumerate("abc"):
+        values.put(Setting((key,), key, f"place {key}"))
+    values.fill(("x", "y"), 1, ("b",))
+    values.fill(("z",), 1, ("a",), "follows a")
+    assert [(values.origin(path), values.layer_of(path)) for path in (("x", "y"), ("z",))] == [
+        ("place b", 1),
+        ("follows a", 0),
+    ]
+    values.fill(("c", "d"), 1, ("a",))
+    assert values.get(("c",)) == "c"
+
+
+def test_a_key_that_is_removed_leaves_no_place_behind():
+    values = values_of((("a", "x"), 1), (("a", "y", "z"), 2))
+    values.remove(("a", "y"))
+    assert values.tree == {"a": {"x": 1}}
+    assert (values.origin(("a", "y", "z")), values.layers) == ("default", {("a", "x"): 0})

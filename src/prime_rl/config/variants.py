@@ -1,0 +1,86 @@
+"""Sections of several types: which of them a table is, and what a change of type leaves behind."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prime_rl.config.schema import Kind, Path, fields_of, target_of
+from prime_rl.config.values import Values, dotted
+
+Sections = tuple[type[BaseModel], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a merged mapping, with the section that it is."""
+
+    path: Path
+    values: dict[str, Any]
+    options: Sections
+    """The sections that may stand here."""
+    default_type: str | None
+    """Of several: the one that a table without `type` is."""
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The only one, or the one that `type` names; None where that names none."""
+        if len(self.options) == 1:
+            return self.options[0]
+        return next((option for option in self.options if type_of(option) == self.type), None)
+
+    @property
+    def type(self) -> Any:
+        """The type that is named, or the default."""
+        return self.values.get("type", self.default_type)
+
+
+def type_of(section: type[BaseModel]) -> str:
+    """The `type` that names one section of several."""
+    return str(section.model_fields["type"].default)
+
+
+def tables(section: type[BaseModel], values: Mapping[str, Any], path: Path = ()) -> Iterator[Table]:
+    """Every table below `values`, which is one of `section`; the outer before the inner."""
+    for name, field in section.model_fields.items():
+        for at, value in _entries(field, values.get(name), (*path, name)):
+            default_type = getattr(field.default, "type", None)
+            table = Table(at, value, target_of(field.annotation).sections, default_type)
+            yield table
+            if table.section:
+                yield from tables(table.section, value, at)
+
+
+def _entries(field: FieldInfo, value: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    target = target_of(field.annotation)
+    is_list = target.kind is Kind.LIST and isinstance(value, list)
+    for at, entry in [((*path, index), entry) for index, entry in enumerate(value)] if is_list else [(path, value)]:
+        if target.sections and isinstance(entry, dict):
+            yield at, entry
+
+
+def owners(options: Sections, key: str) -> list[str]:
+    """The types that have `key`."""
+    return [type_of(option) for option in options if key in option.model_fields] if len(options) > 1 else []
+
+
+def leave_out_keys_of_other_types(root: type[BaseModel], values: Values) -> None:
+    """Drop what a weaker source says of another type than the one that a stronger source sets, with a notice."""
+    for table in list(tables(root, values.tree)):
+        strength = values.layer_of((*table.path, "type"))
+        foreign = [
+            (*table.path, key)
+            for key in table.values
+            if table.section and key not in table.section.model_fields and key in fields_of(table.options)
+        ]
+        weaker = [path for path in foreign if values.layer_of(path) < strength]
+        if weaker:
+            left_out = ", ".join(f"{path[-1]} ({values.origin(path)})" for path in weaker)
+            of_type = (*table.path, "type")
+            values.notices.append(
+                f"{dotted(of_type)} is {table.type} ({values.origin(of_type)}), which leaves out {left_out}"
+            )
+        for path in weaker:
+            values.remove(path)
