@@ -70,17 +70,6 @@ class TrainSamplingConfig(SamplingConfig):
 
     temp_scheduler: TemperatureScheduleConfig | None = None
 
-    @model_validator(mode="after")
-    def _one_temperature(self) -> Any:
-        if self.temp_scheduler is not None and self.temperature != 1.0:
-            raise Conflict(
-                "set either temperature or temp_scheduler: both say how hot to sample", "temperature", "temp_scheduler"
-            )
-        return self
-
-
-class TrainEnvConfig(EnvConfig):
-    """One training environment."""
     @model_validator(mode="before")
     @classmethod
     def _older_keys_are_neutral(cls, value: Any) -> Any:
@@ -97,6 +86,17 @@ class TrainEnvConfig(EnvConfig):
             raise Conflict(f"{_BENDS}; remove {key}", key)
         return value
 
+    @model_validator(mode="after")
+    def _one_temperature(self) -> Any:
+        if self.temp_scheduler is not None and self.temperature != 1.0:
+            raise Conflict(
+                "set either temperature or temp_scheduler: both say how hot to sample", "temperature", "temp_scheduler"
+            )
+        return self
+
+
+class TrainEnvConfig(EnvConfig):
+    """One training environment."""
 
     ratio: float | None = Field(default=None, gt=0)
     """How often it is drawn, relative to the others. None: in proportion to its number of examples."""

@@ -183,6 +183,17 @@ class RLConfig(ProcessConfig):
         return self
 
 
+def _check_parallelism(parallel: ParallelConfig, gpus: int) -> None:
+    """The server's copies fill its GPUs. Raises: Conflict with advice on what was set."""
+    ids, tp, dp = "inference_gpu_ids", "inference.parallel.tp", "inference.parallel.dp"
+    if gpus % parallel.tp:
+        fitting = ", ".join(str(size) for size in range(1, gpus + 1) if gpus % size == 0)
+        raise Conflict(f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {fitting}", tp, ids)
+    if parallel.dp * parallel.tp != gpus:
+        needed = f"tp x dp = {parallel.tp} x {parallel.dp} = {parallel.tp * parallel.dp}"
+        raise Conflict(f"{needed} GPUs are not the {gpus} that are named; drop {dp}, it follows", dp, tp, ids)
+
+
 def _is_on(values: Values, section: str) -> bool:
     return isinstance(values.get(split(section)), dict)
 
@@ -197,17 +208,6 @@ def _bench_both(values: Values) -> None:
             values.fill(path, value, ("bench",))
     for key, source in sizes.items():
         fake = ("trainer", "data", "fake", key)
-def _check_parallelism(parallel: ParallelConfig, gpus: int) -> None:
-    """The server's copies fill its GPUs. Raises: Conflict with advice on what was set."""
-    ids, tp, dp = "inference_gpu_ids", "inference.parallel.tp", "inference.parallel.dp"
-    if gpus % parallel.tp:
-        fitting = ", ".join(str(size) for size in range(1, gpus + 1) if gpus % size == 0)
-        raise Conflict(f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {fitting}", tp, ids)
-    if parallel.dp * parallel.tp != gpus:
-        needed = f"tp x dp = {parallel.tp} x {parallel.dp} = {parallel.tp * parallel.dp}"
-        raise Conflict(f"{needed} GPUs are not the {gpus} that are named; drop {dp}, it follows", dp, tp, ids)
-
-
         if values.get(fake) is None and values.get(source) is not None:
             values.fill(fake, values.get(source), source)
 
