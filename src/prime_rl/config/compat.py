@@ -97,7 +97,6 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "inference_gpus": Rule(old.gpu_count("inference_gpu_ids"), Kind.SCALAR, is_old=False),
         "deployment.num_train_gpus": Rule(old.gpu_count("trainer_gpu_ids"), Kind.SCALAR, is_old=False),
         "deployment.num_infer_gpus": Rule(old.gpu_count("inference_gpu_ids"), Kind.SCALAR, is_old=False),
-        "deployment.type": Gone("a run is on one machine", Kind.SCALAR, only=("single_node",)),
         "deployment.gpus_per_node": Gone("the visible GPUs are counted", Kind.SCALAR),
     },
     "_BaseTrainerConfig": {
@@ -216,6 +215,10 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
     },
     "TrainerWandbConfig": {"log_samples": To("log_extras")},
     "OrchestratorWandbConfig": {"log_samples": To("log_extras")},
+    "TrainerLogConfig": {
+        "vf_level": Gone("the trainer runs no environments", Kind.SCALAR),
+        "env_worker_logs": Gone("the trainer runs no environments"),
+    },
     "TrainerLogExtrasConfig": {"samples": Gone("samples are logged by the orchestrator")},
     "SharedLogConfig": {
         "path": _LOGS,

@@ -44,7 +44,10 @@ class EvalEnvConfig(EnvConfig):
 
 
 class EvalSamplingConfig(SamplingConfig):
-    """How completions are sampled in an evaluation. None: as the server does by default."""
+    """How completions are sampled in an evaluation. None: not sent, so as the server does by default."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Divides the logits before the softmax. 0 is greedy. None: 1 with the embedded engine, with vLLM the model's."""
 
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the most probable tokens that together have this probability."""
@@ -54,6 +57,12 @@ class EvalSamplingConfig(SamplingConfig):
 
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Sample from tokens with at least this share of the most probable one's probability."""
+
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Divides the probability of tokens that are already there. 1: none."""
+
+    min_tokens: int | None = Field(default=None, ge=0)
+    """No stop token before this many tokens."""
 
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
     """How long the model should think, where it can be told."""
@@ -172,8 +181,8 @@ class EvalConfig(_BaseEvalConfig, ProcessConfig):
 
     wandb: WandbConfig | None = None
 
-    max_concurrent: int = Field(default=64, ge=1)
-    """Most rollouts in flight."""
+    max_concurrent: int | None = Field(default=64, ge=1)
+    """Most rollouts in flight. None: all at once; those that wait in the server run into `rollout_timeout`."""
 
     rollout_timeout: float = Field(default=600.0, gt=0)
     """Seconds a rollout may take, scoring included, before it counts as failed."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from prime_rl.config.pending import note, note_at
 from prime_rl.config.schema import Path, documentation, field_at, find, is_optional, members, target_of
 from prime_rl.config.sources import unknown_key
 from prime_rl.errors import ConfigError
@@ -19,6 +20,8 @@ and off again by --no-section.
   --help SECTION    a section's keys, like: --help {example}
   --explain KEY     a key's value, and where it came from
   --dry-run         check everything, write the resolved configuration of each process, start nothing"""
+
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 EXAMPLES = {"rl": "trainer.optim", "trainer": "optim", "sft": "data", "orchestrator": "sampling", "inference": "server"}
 
@@ -46,17 +49,22 @@ def help_text(root: type[BaseModel], command: str, section: str | None = None) -
         raise ConfigError(unknown_key(root, path, f"--help {section}"))
     lines = [f"usage: {command} [@ file.toml ...] [--key value ...]", ""]
     if not target.sections and (field := field_at(root, path)) is not None:
-        lines += [*_row(path[:-1], entry(str(path[-1]), field, describe(root, path))), ""]
+        about = entry(str(path[-1]), field, describe(root, path))
+        lines += [*_row(path[:-1], about, note_at(root, path)), ""]
     for cls in target.sections:
-        lines += [summary(cls), "", *_rows(cls, path), ""]
+        kind = str(cls.model_fields["type"].default) if len(target.sections) > 1 else ""
+        later = note_at(root, path, kind)
+        lines += [f"type {kind}: {summary(cls)}" if kind else summary(cls), *([later] if later else [])]
+        lines += ["", *_rows(cls, path), ""]
     return "\n".join([*lines, SOURCES.format(example=EXAMPLES.get(command, "model"))])
 
 
-def describe(root: type[BaseModel], path: Path) -> str:
-    """The documentation of the key that `path` ends at."""
-    owner = find(root, path[:-1])
+def describe(root: type[BaseModel], path: Path, chosen: type[BaseModel] | None = None) -> str:
+    """The documentation of the key that `path` ends at; that of its section, `chosen` of several, where it has none."""
+    owner, target = find(root, path[:-1]), find(root, path)
     texts = [documentation(cls).get(str(path[-1]), "") for cls in owner.sections] if owner else []
-    return next(filter(None, texts), "")
+    sections = (chosen,) if chosen else target.sections if target else ()
+    return next(filter(None, [*texts, *map(summary, sections)]), "")
 
 
 def summary(cls: type[BaseModel]) -> str:
@@ -71,19 +79,19 @@ def _rows(cls: type[BaseModel], path: Path) -> Iterator[str]:
     nested = [(name, field) for name, field in fields if target_of(field.annotation).sections]
     for name, field in fields:
         if not target_of(field.annotation).sections:
-            yield from _row(path, entry(name, field, texts[name]))
+            yield from _row(path, entry(name, field, texts[name]), note(cls, name))
     if nested:
         yield "\nsections:"
     for name, field in nested:
         about = texts[name] or summary(target_of(field.annotation).sections[0])
         off = "  (off by default)" if field.default is None and is_optional(field.annotation) else ""
-        yield f"  {flag(path, name)}.*  {about}{off}"
+        yield f"  {flag(path, name)}.*  {' '.join(filter(None, [about, note(cls, name)]))}{off}"
 
 
-def _row(path: Path, about: Entry) -> Iterator[str]:
+def _row(path: Path, about: Entry, later: str) -> Iterator[str]:
     yield f"  {flag(path, about.name)} {about.type}  (default: {about.default})"
-    if about.text:
-        yield f"      {about.text}"
+    if text := " ".join(filter(None, [about.text, later])):
+        yield f"      {text}"
 
 
 def flag(path: Path, name: str) -> str:
@@ -92,12 +100,30 @@ def flag(path: Path, name: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    return "|".join(_type_name(option) for option in members(field.annotation)) or "None"
+    return ("|".join(_type_name(option) for option in members(field.annotation)) or "None") + _bounds(field)
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The range of a value, as ` >= 1` or ` 0 to 1`."""
+    bounds = {name: getattr(rule, name) for rule in _rules(field) for name in _SIGNS if hasattr(rule, name)}
+    if bounds.keys() == {"ge", "le"}:
+        return f" {bounds['ge']} to {bounds['le']}"
+    return " and".join(f" {_SIGNS[name]} {bound}" for name, bound in bounds.items())
+
+
+def _rules(field: FieldInfo) -> Iterator[Any]:
+    """What pydantic was told besides the type, at the field or at an alternative of its type."""
+    yield from field.metadata
+    for option in get_args(field.annotation):
+        for rule in option.__metadata__ if get_origin(option) is Annotated else ():
+            yield from getattr(rule, "metadata", [rule])
 
 
 def _type_name(option: Any) -> str:
     if get_origin(option) is Literal:
         return "|".join(str(value) for value in get_args(option))
+    if get_origin(option) is dict:
+        return "TABLE"
     if get_origin(option) in (list, tuple):
         return f"{_type_name(get_args(option)[0])},..."
     return str(getattr(get_origin(option) or option, "__name__", option)).upper()
@@ -106,5 +132,14 @@ def _type_name(option: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
-    default = field.get_default(call_default_factory=True)
-    return ",".join(map(str, default)) if isinstance(default, tuple) and default else str(default)
+    return on_command_line(field.get_default(call_default_factory=True))
+
+
+def on_command_line(value: Any) -> str:
+    """A value as it is written behind a flag."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ",".join(map(on_command_line, value)) or "[]"
+    return str(value)

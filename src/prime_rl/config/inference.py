@@ -57,6 +57,36 @@ class ParallelConfig(BaseConfig):
     """Copies of the model; with `rl` it follows from `inference_gpu_ids` and `tp`."""
 
 
+class CPUOffloadConfig(BaseConfig):
+    """KV blocks in the host's memory."""
+
+    num_bytes: int = Field(default=4 * 2**30, gt=0)
+    """Bytes that they may take."""
+
+
+class KVCacheOffloadConfig(BaseConfig):
+    """Keeps KV blocks for which the GPU has no room, instead of computing them anew."""
+
+    cpu: CPUOffloadConfig = CPUOffloadConfig()
+
+
+class InferenceDeploymentConfig(BaseConfig):
+    """The machines that serve."""
+
+    type: Literal["single_node", "multi_node", "disaggregated"] = "single_node"
+    """multi_node: servers on several machines. disaggregated: prompts and completions are computed on machines of their
+    own, behind a router."""
+
+    num_nodes: int = Field(default=2, ge=1)
+    """Machines with `type = "multi_node"`."""
+
+    num_prefill_nodes: int = Field(default=1, ge=1)
+    """Machines for prompts with `type = "disaggregated"`."""
+
+    num_decode_nodes: int = Field(default=1, ge=1)
+    """Machines for completions with `type = "disaggregated"`."""
+
+
 class InferenceConfig(ProcessConfig):
     """`inference`: serves the current policy over an OpenAI-compatible API."""
 
@@ -69,6 +99,8 @@ class InferenceConfig(ProcessConfig):
     server: ServerConfig = ServerConfig()
     model: InferenceModelConfig = InferenceModelConfig()
     parallel: ParallelConfig = ParallelConfig()
+    deployment: InferenceDeploymentConfig = InferenceDeploymentConfig()
+    kv_cache_offload: KVCacheOffloadConfig | None = None
     weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()
 
     block_size: int = Field(default=16, ge=1)
@@ -101,11 +133,23 @@ class InferenceConfig(ProcessConfig):
     max_lora_rank: int | None = Field(default=None, ge=1, le=LORA_RANKS[-1])
     """Highest rank of an adapter: one that vLLM has kernels for. None: 16."""
 
+    enable_expert_parallel: bool = False
+    """Whether each GPU holds some of the experts whole, instead of a slice of every expert."""
+
+    all2all_backend: str = "allgather_reducescatter"
+    """What carries tokens to their experts on other GPUs, as vLLM names it (of DeepEP or FlashInfer, for example)."""
+
+    enable_eplb: bool = False
+    """Whether experts move between GPUs so that all have as much to do."""
+
+    enable_return_routed_experts: bool = False
+    """Whether a completion says which experts each token took, for the trainer's `enable_router_replay`."""
+
     api_server_count: int = Field(default=1, ge=1)
     """Processes of vLLM that answer HTTP."""
 
     vllm: dict[str, Any] = {}
-    """vLLM's own arguments by their names (`data_parallel_rpc_port = 13345`); flags that are no key of ours go here."""
+    """vLLM's own arguments by their names (`quantization = "fp8"`); flags that are no key of ours go here."""
 
     seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""

@@ -68,6 +68,15 @@ class TemperatureScheduleConfig(BaseConfig):
 class TrainSamplingConfig(SamplingConfig):
     """How completions are sampled: from the policy itself, unfiltered."""
 
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """Divides the logits before the softmax; the trainer divides by the same value. Above 0: 0 is greedy."""
+
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides the probability of tokens that are already there. Training needs 1: none."""
+
+    min_tokens: int = Field(default=0, ge=0)
+    """No stop token before this many tokens. Training needs 0."""
+
     temp_scheduler: TemperatureScheduleConfig | None = None
 
     @model_validator(mode="before")

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.config.schema import Path
+from prime_rl.config.schema import Path, find
+from prime_rl.config.variants import owners
 
 SHARDED = "the trainer on several GPUs"
 SPEED = "the trainer's memory and speed options"
@@ -30,6 +31,7 @@ EVALUATION = "the full evaluation"
 SFT_DATA = "the full SFT data pipeline"
 TENANTS = "several runs that share a trainer"
 EXPERTS = "mixtures of experts and context parallelism"
+CLUSTER = "runs over several machines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ PENDING: dict[str, Pending] = {
             *("TrainerModelConfig.fsdp_cpu_offload", "TrainerModelConfig.optim_cpu_offload"),
             *("TrainerModelConfig.fused_lm_head_chunk_size", "DebugModelConfig.num_layers"),
             *("DebugModelConfig.random_init", "_BaseTrainerConfig.memory_profiler_path"),
-            "_BaseTrainerConfig.trace_path",
+            *("_BaseTrainerConfig.trace_path", "TrainerModelConfig.fp8"),
         ],
         Pending(SPEED),
     ),
@@ -67,7 +69,11 @@ PENDING: dict[str, Pending] = {
     "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
     **dict.fromkeys(
-        ["TrainerModelConfig.ep", "TrainerModelConfig.cp", "TrainerModelConfig.moe_use_grouped_mm"], Pending(EXPERTS)
+        [
+            *("TrainerModelConfig.ep", "TrainerModelConfig.ep_comm_backend", "TrainerModelConfig.cp"),
+            *("TrainerModelConfig.moe_use_grouped_mm", "TrainerConfig.enable_router_replay"),
+        ],
+        Pending(EXPERTS),
     ),
     **dict.fromkeys(
         [
@@ -97,6 +103,9 @@ PENDING: dict[str, Pending] = {
         ["TrainerConfig.weight_broadcast", "OrchestratorConfig.weight_broadcast", "InferenceConfig.weight_broadcast"],
         Pending(NCCL),
     ),
+    **dict.fromkeys(
+        ["RLConfig.deployment", "RLConfig.slurm", "SFTConfig.slurm", "InferenceConfig.deployment"], Pending(CLUSTER)
+    ),
     **dict.fromkeys(["TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport"], Pending(FLEET)),
     "RLConfig.inference_gpu_ids": Pending(VLLM, max_length=1),
     **dict.fromkeys(
@@ -104,6 +113,9 @@ PENDING: dict[str, Pending] = {
             *("InferenceConfig.parallel", "InferenceConfig.api_server_count", "InferenceModelConfig.enforce_eager"),
             *("InferenceModelConfig.enable_auto_tool_choice", "InferenceModelConfig.tool_call_parser"),
             *("InferenceModelConfig.reasoning_parser", "InferenceModelConfig.rope_scaling", "InferenceConfig.vllm"),
+            *("InferenceConfig.enable_expert_parallel", "InferenceConfig.all2all_backend"),
+            *("InferenceConfig.enable_eplb", "InferenceConfig.enable_return_routed_experts"),
+            "InferenceConfig.kv_cache_offload",
         ],
         Pending(VLLM),
     ),
@@ -169,7 +181,7 @@ def wishes(config: BaseModel, path: Path = ()) -> Iterator[Wish]:
     """Every pending key of `config` whose value is not neutral; one for a section, not one for each of its keys."""
     for name, field in type(config).model_fields.items():
         value, here = getattr(config, name), (*path, name)
-        pending = _pending(type(config), name, value)
+        pending = _pending(type(config), name, getattr(value, "type", ""))
         if pending is not None:
             if not _is_neutral(value, field.get_default(call_default_factory=True), pending):
                 yield Wish(here, value, pending.waits_for)
@@ -178,18 +190,34 @@ def wishes(config: BaseModel, path: Path = ()) -> Iterator[Wish]:
             yield from wishes(section, here if index is None else (*here, index))
 
 
-def note(cls: type, name: str) -> str:
-    """What the reference says of the key `name` of section `cls`; "" for one that is built."""
-    pending = _pending(cls, name, None)
+def note(cls: type[BaseModel], name: str, kind: str = "") -> str:
+    """What to say of the key `name` of section `cls`, or of the type `kind` of the section that it is; "" if built."""
+    pending = _pending(cls, name, kind)
     if pending is None:
         return ""
-    what = "comes" if pending.max_length is None else f"more than {pending.max_length} comes"
+    default = cls.model_fields[name].get_default(call_default_factory=True)
+    is_default = default is not None and kind in ("", getattr(default, "type", ""))
+    what = "other values come" if is_default else "comes"
+    what = what if pending.max_length is None else f"more than {pending.max_length} comes"
     also = f" ({', '.join(map(str, pending.neutral))} works)" if pending.neutral else ""
-    return f"*Later: {what} with {pending.waits_for}{also}.*"
+    return f"Later: {what} with {pending.waits_for}{also}."
 
 
-def _pending(cls: type, name: str, value: Any) -> Pending | None:
-    kind = getattr(value, "type", None)
+def note_at(root: type[BaseModel], path: Path, kind: str = "") -> str:
+    """What to say of the key at `path`: its note, or that of a section around it. `kind`: the type of what is there."""
+    for end, name in enumerate(path):
+        owner, target = find(root, path[:end]), find(root, path[: end + 1])
+        if isinstance(name, int) or owner is None or target is None:
+            continue
+        below = str(path[end + 1]) if end + 1 < len(path) else None
+        kinds = owners(target.sections, below) if below and len(target.sections) > 1 else [kind]
+        notes = [note(cls, name, kind) for cls in owner.sections if name in cls.model_fields for kind in kinds]
+        if notes and all(notes):
+            return notes[0]
+    return ""
+
+
+def _pending(cls: type, name: str, kind: str) -> Pending | None:
     for owner in cls.__mro__:
         for key in (f"{owner.__name__}.{name}", f"{owner.__name__}.{name}:{kind}"):
             if key in PENDING:

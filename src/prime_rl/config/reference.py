@@ -12,6 +12,7 @@ from prime_rl.config.pending import note
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import documentation, target_of
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.variants import type_of
 
 ROOTS: Mapping[str, type[BaseModel]] = {
     "rl": RLConfig,
@@ -48,7 +49,7 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
     """A table of the plain keys, then each nested section; a section that was shown before is referred to."""
     texts = documentation(cls)
     rows = [
-        _row(prefix, entry(name, field, texts[name]), note(cls, name))
+        _row(prefix, entry(name, field, texts[name]), _later(cls, name))
         for name, field in cls.model_fields.items()
         if not target_of(field.annotation).sections
     ]
@@ -57,13 +58,10 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
     for name, field in cls.model_fields.items():
         key = f"{prefix}{name}"
         for section in target_of(field.annotation).sections:
-            kind = section.model_fields.get("type")
-            title = (
-                f'{key}` with `type = "{kind.default}"'
-                if kind and len(target_of(field.annotation).sections) > 1
-                else key
-            )
-            yield from _heading(title, section, texts[name], field.default is None, note(cls, name), command)
+            kind = type_of(section) if len(target_of(field.annotation).sections) > 1 else ""
+            title = f'{key}` with `type = "{kind}"' if kind else key
+            about = [texts[name] or summary(section), "Off by default." if field.default is None else ""]
+            yield from [f"### {command}: `{title}`", "", " ".join(filter(None, [*about, _later(cls, name, kind)])), ""]
             if section in seen:
                 yield from [f"The keys of [{seen[section]}](#{_anchor(seen[section])}).", ""]
                 continue
@@ -71,11 +69,9 @@ def _section(cls: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
             yield from _section(section, f"{key}.", seen, command)
 
 
-def _heading(
-    title: str, section: type[BaseModel], text: str, is_off: bool, pending: str, command: str
-) -> Iterator[str]:
-    notes = [text or summary(section), "Off by default." if is_off else "", pending]
-    yield from [f"### {command}: `{title}`", "", " ".join(filter(None, notes)), ""]
+def _later(cls: type[BaseModel], name: str, kind: str = "") -> str:
+    text = note(cls, name, kind)
+    return f"*{text}*" if text else ""
 
 
 def _row(prefix: str, about: Entry, pending: str) -> str:

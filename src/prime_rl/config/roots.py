@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -33,6 +33,19 @@ class SharedModelConfig(BaseConfig):
 
     name: str = DEFAULT_MODEL
     """A local directory in Hugging Face format, or a hub name."""
+
+
+class DeploymentConfig(BaseConfig):
+    """The machines of the run."""
+
+    type: Literal["single_node", "multi_node"] = "single_node"
+    """multi_node: trainer and servers have machines of their own."""
+
+    num_train_nodes: int = Field(default=1, ge=1)
+    """The trainer's, with `type = "multi_node"`."""
+
+    num_infer_nodes: int = Field(default=1, ge=1)
+    """The servers', with `type = "multi_node"`."""
 
 
 class RLConfig(ProcessConfig):
@@ -69,6 +82,8 @@ class RLConfig(ProcessConfig):
     """The teacher's server to start. None: none, or one is running at orchestrator.teacher_model.client."""
 
     model: SharedModelConfig = SharedModelConfig()
+    deployment: DeploymentConfig = DeploymentConfig()
+    slurm: SlurmConfig | None = None
     ckpt: SharedCheckpointConfig | None = None
     wandb: SharedWandbConfig | None = None
     weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()

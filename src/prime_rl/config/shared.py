@@ -142,19 +142,10 @@ class ClientConfig(BaseConfig):
 
 
 class SamplingConfig(BaseConfig):
-    """How completions are sampled. The training defaults sample from the policy itself, unfiltered."""
-
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    """Divides the logits before the softmax; the trainer divides by the same value. 0 is greedy (evaluation only)."""
-
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    """Divides the probability of tokens that are already there. 1: none (training needs 1)."""
+    """How completions are sampled, for training and evaluation."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens sampled per model turn. None: as many as fit the context."""
-
-    min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many tokens."""
 
     seed: int | None = None
     """Seed of the sampler. None: every request draws its own."""

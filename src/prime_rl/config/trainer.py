@@ -22,6 +22,7 @@ from prime_rl.config.shared import (
     Device,
     ModelConfig,
     ProcessConfig,
+    SlurmConfig,
     TokenizerConfig,
     TrainerLogConfig,
 )
@@ -132,8 +133,14 @@ class TrainerModelConfig(ModelConfig):
     cp: int = Field(default=1, ge=1)
     """GPUs that share a sequence."""
 
+    ep_comm_backend: Literal["torch", "deepep"] = "torch"
+    """What carries tokens to their experts on other GPUs. torch: all-to-all. deepep: DeepEP's kernels."""
+
     moe_use_grouped_mm: bool = True
     """Whether experts are computed by one grouped matrix multiplication."""
+
+    fp8: bool = False
+    """Whether matrix multiplications are computed in 8-bit floating point (Hopper GPUs and later)."""
 
     fused_lm_head_chunk_size: int | Literal["auto", "disabled"] = "auto"
     """Tokens of which logits exist at the same time. auto: chosen by us; disabled: all."""
@@ -405,6 +412,9 @@ class TrainerConfig(_BaseTrainerConfig):
     max_concurrent_runs: int = Field(default=1, ge=1)
     """Runs, each with an adapter of its own, that share this trainer."""
 
+    enable_router_replay: bool = False
+    """Whether a mixture-of-experts layer takes the experts that the server took (`enable_return_routed_experts`)."""
+
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Any:
         if self.tokenizer.name not in (None, self.model.name):
@@ -515,6 +525,8 @@ class SFTConfig(_BaseTrainerConfig):
     """`sft`: supervised fine-tuning on conversations."""
 
     data: AnySFTDataConfig = SFTDataConfig()
+
+    slurm: SlurmConfig | None = None
 
     loss_impl: Literal["torch", "liger"] = "torch"
     """Code of the cross-entropy."""

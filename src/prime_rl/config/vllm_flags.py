@@ -87,8 +87,9 @@ SINGLE = frozenset(_SINGLE.split())
 ALL = SWITCHES | LISTS | SINGLE
 
 _SAME_NAME = """
-    api_key api_server_count block_size enable_lora enable_prefix_caching gpu_memory_utilization max_cpu_loras
-    max_lora_rank max_loras max_num_batched_tokens max_num_seqs seed
+    all2all_backend api_key api_server_count block_size enable_eplb enable_expert_parallel enable_lora
+    enable_prefix_caching enable_return_routed_experts gpu_memory_utilization max_cpu_loras max_lora_rank max_loras
+    max_num_batched_tokens max_num_seqs seed
 """
 
 OURS = {

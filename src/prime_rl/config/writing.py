@@ -1,5 +1,6 @@
 """A configuration as a TOML file that loads back to itself."""
 
+import json
 import os
 from pathlib import Path as FilePath
 from typing import Any
@@ -57,6 +58,21 @@ def write_toml(config: BaseModel, path: FilePath) -> None:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror or error}; choose another directory with --output-dir"
         ) from None
+
+
+def in_toml(value: Any) -> str:
+    """A value as it stands in a TOML file; None as None, which TOML does not have."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | FilePath():
+            return json.dumps(str(value), ensure_ascii=False)
+        case list() | tuple():
+            return f"[{', '.join(map(in_toml, value))}]"
+        case dict() | BaseModel():
+            items = value.items() if isinstance(value, dict) else iter(value)
+            return f"{{{', '.join(f'{key} = {in_toml(item)}' for key, item in items)}}}"
+    return str(value)
 
 
 def _plain(node: Any) -> Any:

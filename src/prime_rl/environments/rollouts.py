@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from prime_rl.config.evals import EvalSamplingConfig
-from prime_rl.config.shared import SamplingConfig
+from prime_rl.config.orchestrator import TrainSamplingConfig
 
 Split = Literal["train", "eval"]
 Api = Literal["auto", "classic", "v1"]
@@ -187,18 +187,19 @@ class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     id: int
 
 
-def sampling_args(sampling: SamplingConfig, *, rollout_id: int) -> dict[str, Any]:
+def sampling_args(sampling: TrainSamplingConfig | EvalSamplingConfig, *, rollout_id: int) -> dict[str, Any]:
     """Sampling arguments of one rollout in the form that verifiers' clients forward. What is not set is left out."""
-    args: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.repetition_penalty != 1:
-        args["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.min_tokens:
-        args["min_tokens"] = sampling.min_tokens
-    if sampling.seed is not None:
-        args["seed"] = sampling.seed + rollout_id
-    if sampling.extra_body:
-        args["extra_body"] = dict(sampling.extra_body)
-    optional: dict[str, float | None] = {"max_tokens": sampling.max_tokens}
+    args: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": sampling.min_tokens,
+        "seed": None if sampling.seed is None else sampling.seed + rollout_id,
+        "extra_body": dict(sampling.extra_body) or None,
+    }
+    unset: dict[str, float] = {}
     if isinstance(sampling, EvalSamplingConfig):
-        optional |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-    return args | {name: value for name, value in optional.items() if value is not None}
+        args |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    else:
+        unset = {"repetition_penalty": 1.0, "min_tokens": 0}
+    return {name: value for name, value in args.items() if value is not None and value != unset.get(name)}

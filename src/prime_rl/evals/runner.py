@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -127,7 +127,7 @@ class Evaluation:
         self._config = config
         self._client = client
         self._pools = pools
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else nullcontext()
 
     async def run(self, step: int, evals: Path) -> list[EvalReport]:
         """Evaluate all environments and publish `evals/step_N`."""

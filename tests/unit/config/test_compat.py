@@ -211,7 +211,9 @@ GONE = [
         "trainer --wandb.log-extras.samples",
         "--wandb.log-extras.samples is gone: samples are logged by the orchestrator",
     ),
-    ("rl --deployment.type single_node", "--deployment.type is gone: a run is on one machine"),
+    ("rl --deployment.gpus-per-node 8", "--deployment.gpus-per-node is gone: the visible GPUs are counted"),
+    ("trainer --log.vf-level warn", "--log.vf-level is gone: the trainer runs no environments"),
+    ("sft --log.env-worker-logs", "--log.env-worker-logs is gone: the trainer runs no environments"),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
-from prime_rl.config.pending import PENDING, wishes
+from prime_rl.config.pending import PENDING, note_at, wishes
 from prime_rl.config.reference import ROOTS
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import all_sections
@@ -57,6 +57,50 @@ def test_a_key_that_nothing_reads_yet_is_a_wish_unless_it_is_neutral(root, argv,
     assert sorted(wished(root, *argv)) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("promise", "flag", "key"),
+    [
+        ("FP8 training", "--trainer.model.fp8", "trainer.model.fp8"),
+        ("DeepEP kernels", "--trainer.model.ep-comm-backend=deepep", "trainer.model.ep_comm_backend"),
+        ("expert parallelism", "--trainer.model.ep=8", "trainer.model.ep"),
+        ("context parallelism", "--trainer.model.cp=2", "trainer.model.cp"),
+        ("selective activation checkpointing", "--trainer.model.ac.mode=selective", "trainer.model.ac"),
+        ("many tenants", "--trainer.max-concurrent-runs=4", "trainer.max_concurrent_runs"),
+        ("router replay, trained", "--trainer.enable-router-replay", "trainer.enable_router_replay"),
+        ("router replay, served", "--inference.enable-return-routed-experts", "inference.enable_return_routed_experts"),
+        ("expert parallel serving", "--inference.enable-expert-parallel", "inference.enable_expert_parallel"),
+        ("its all-to-all", "--inference.all2all-backend=deepep_low_latency", "inference.all2all_backend"),
+        ("its load balancing", "--inference.enable-eplb", "inference.enable_eplb"),
+        ("FP8 serving", "--inference.quantization=fp8", "inference.vllm"),
+        ("KV-cache offload", "--inference.kv-cache-offload.cpu.num-bytes=9", "inference.kv_cache_offload"),
+        ("prefill and decode apart", "--inference.deployment.type=disaggregated", "inference.deployment"),
+        ("several nodes", "--deployment.type=multi_node", "deployment"),
+        ("SLURM", "--slurm", "slurm"),
+    ],
+)
+def test_what_the_newest_document_promises_has_a_key_that_waits(promise, flag, key):
+    assert wished(RLConfig, flag) == [key]
+
+
 def test_a_wish_inside_a_list_is_found(tmp_path: Path):
     (tmp_path / "o.toml").write_text("[[orchestrator.env]]\nid='a'\nratio=1\n[[orchestrator.env]]\nid='b'\nratio=3\n")
     assert wished(RLConfig, "@", str(tmp_path / "o.toml")) == ["orchestrator.env.0.ratio", "orchestrator.env.1.ratio"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "expected"),
+    [
+        ("optim.lr", "", ""),
+        ("optim.mu", "", "comes with the full set of losses"),
+        ("optim", "", ""),
+        ("optim", "adamw", ""),
+        ("optim", "sgd", "comes with the full set of losses"),
+        ("model.ac.freq", "", "comes with the trainer's memory"),
+        ("model.attn", "", "other values come with the trainer's memory and speed options (sdpa works)"),
+        ("weight_broadcast", "filesystem", "other values come with weights from GPU to GPU"),
+        ("weight_broadcast", "nccl", "comes with weights from GPU to GPU"),
+    ],
+)
+def test_the_note_of_a_key_is_its_own_or_that_of_a_section_around_it(path, kind, expected):
+    found = note_at(TrainerConfig, tuple(path.split(".")), kind)
+    assert found.startswith(f"Later: {expected}") if expected else found == ""

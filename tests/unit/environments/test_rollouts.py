@@ -7,7 +7,12 @@ from prime_rl.environments.rollouts import Rollout, sampling_args
 
 def test_what_is_not_set_is_left_to_the_server():
     assert sampling_args(TrainSamplingConfig(), rollout_id=3) == {"temperature": 1.0}
-    assert sampling_args(EvalSamplingConfig(), rollout_id=3) == {"temperature": 1.0}
+    assert sampling_args(EvalSamplingConfig(), rollout_id=3) == {}
+
+
+def test_an_evaluation_sends_what_is_set_although_it_changes_nothing_here():
+    neutral = {"temperature": 1.0, "repetition_penalty": 1.0, "min_tokens": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    assert sampling_args(EvalSamplingConfig.model_validate(neutral), rollout_id=3) == neutral
 
 
 def test_everything_that_is_set_is_sent():

@@ -101,6 +101,22 @@ async def test_examples_sampling_logs_and_checks_are_as_configured(config_of, in
     assert not (RunPaths(config.output_dir).logs / "envs").exists()
 
 
+@pytest.mark.parametrize(("max_concurrent", "most_running"), [(2, 2), (None, 8)])
+async def test_as_many_rollouts_run_at_once_as_are_allowed_and_none_is_no_limit(
+    max_concurrent, most_running, config_of, inference
+):
+    inference.latency_s = 1.0 if max_concurrent is None else 0.05
+    await evaluate(config_of(max_concurrent=max_concurrent))
+    assert inference.most_running == most_running
+
+
+async def test_sampling_that_is_not_set_is_the_servers(config_of, inference):
+    await evaluate(config_of(rollouts_per_example=1))
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "seed")
+    assert len(inference.sampling) == 4
+    assert not any(sent.get(name) for sent in inference.sampling for name in names)
+
+
 class Pool:
     """What an evaluation asks of a pool before it runs."""
 
