@@ -16,6 +16,9 @@ from prime_rl.config.schema import Path, all_keys
 
 MAX_ANSWERS = 3
 
+MIN_LETTERS = 5
+"""Shorter names are within one edit of too many words."""
+
 _FAR = 1000
 """More edits than any two keys are apart."""
 
@@ -62,6 +65,11 @@ def is_misspelt(root: type[BaseModel], path: Path) -> bool:
     return any(_nearest(tuple(map(str, path)), keys, _strict)[1] for keys in _keys(root))
 
 
+def is_one_edit_from_a_key(root: type[BaseModel], path: Path) -> bool:
+    """Whether one edit leads from `path` to a key of today that is long enough for this to be no accident."""
+    return _nearest(tuple(map(str, path)), _keys(root)[0], _one_in_long_words)[1] != []
+
+
 @functools.lru_cache(maxsize=4096)
 def distance(one: str, other: str, most: int) -> int:
     """Single edits between two words: insert, delete, replace, or swap two neighbours. `most` + 1 stands for more."""
@@ -85,6 +93,10 @@ def _generous(word: str) -> int:
 
 def _strict(word: str) -> int:
     return 1 if len(word) < 6 else 2
+
+
+def _one_in_long_words(word: str) -> int:
+    return 1 if len(word) >= MIN_LETTERS else 0
 
 
 @functools.cache

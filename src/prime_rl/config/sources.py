@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from prime_rl.config import vllm_flags
 from prime_rl.config.argv import parse_argv
 from prime_rl.config.literals import read_value
-from prime_rl.config.nearest import is_misspelt, unknown_key
-from prime_rl.config.schema import Kind
+from prime_rl.config.nearest import is_misspelt, is_one_edit_from_a_key, unknown_key
+from prime_rl.config.schema import Kind, Path
 from prime_rl.config.spelling import canonical
 from prime_rl.config.toml import toml_settings
 from prime_rl.config.translation import kind_at, translate
@@ -25,32 +25,42 @@ __all__ = ["Setting", "Values", "env_settings", "merge", "parse_argv", "toml_set
 
 ENV_PREFIX = "PRIME_"
 
-_FOREIGN = {"api_key"}
-"""PRIME_API_KEY is the key of the `prime` command."""
+_OF_THE_PRIME_COMMAND = {
+    *("PRIME_API_BASE_URL", "PRIME_API_KEY", "PRIME_BASE_URL", "PRIME_CONTEXT", "PRIME_DISABLE_VERSION_CHECK"),
+    *("PRIME_EVAL_VIEW_MESSAGE", "PRIME_FRONTEND_URL", "PRIME_INFERENCE_HOST", "PRIME_INFERENCE_URL"),
+    *("PRIME_PLUGIN_API_VERSION", "PRIME_SANDBOX_REGISTRY", "PRIME_SSH_KEY_PATH", "PRIME_TEAM_ID", "PRIME_USER_ID"),
+}
+"""Variables of the `prime` command and its libraries: whatever keys there are, these are never ours."""
 
 
 def env_settings(root: type[BaseModel], environment: Mapping[str, str]) -> Iterator[Setting]:
-    """`PRIME_MODEL__NAME=x` sets model.name. Variables that resemble no key belong to somebody else.
+    """`PRIME_MODEL__NAME=x` sets model.name. A variable that neither is a key nor is nearly one is somebody else's.
 
     Raises: ConfigError for one that is a key misspelt.
     """
     for variable in sorted(environment):
         names = variable.removeprefix(ENV_PREFIX).lower().split("__")
-        if not variable.startswith(ENV_PREFIX) or not all(names):
+        if not variable.startswith(ENV_PREFIX) or not all(names) or variable in _OF_THE_PRIME_COMMAND:
             continue
         path, origin = canonical(root, tuple(names)), f"variable {variable}"
-        kind = kind_at(root, path)
-        if len(path) == 1 and (names[0] in _FOREIGN or _is_vllms_own(root, names[0])):
+        if len(path) == 1 and _is_vllms_own(root, names[0]):
             continue
-        if kind is not None:
+        if (kind := kind_at(root, path)) is not None:
             yield Setting(path, read_value(kind, environment[variable], origin), origin)
-        elif (len(path) > 1 and kind_at(root, path[:1])) or is_misspelt(root, path):
+        elif _is_misspelt_variable(root, path):
             raise ConfigError(unknown_key(root, path, origin))
 
 
 def _is_vllms_own(root: type[BaseModel], name: str) -> bool:
     """Short names like HOST and PORT are too common to claim."""
     return name in vllm_flags.ALL and name not in root.model_fields
+
+
+def _is_misspelt_variable(root: type[BaseModel], path: Path) -> bool:
+    """Names of one word are common, so only those that are all but a key count; `A__B` is written for us or nobody."""
+    if len(path) == 1:
+        return is_one_edit_from_a_key(root, path)
+    return kind_at(root, path[:1]) is not None or is_misspelt(root, path)
 
 
 def merge(root: type[BaseModel], *layers: Sequence[Setting]) -> Values:

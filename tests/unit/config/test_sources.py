@@ -1,5 +1,6 @@
 import pytest
 
+from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
@@ -91,9 +92,16 @@ def test_variables_are_read_by_what_their_key_expects():
 
 def test_variables_of_other_programs_are_left_alone():
     foreign = {
-        "PRIME_API_KEY": "x",
-        "PRIME_TEAM_ID": "x",
-        "PRIME_BASE_URL": "x",
+        **dict.fromkeys(
+            ["PRIME_API_KEY", "PRIME_TEAM_ID", "PRIME_USER_ID", "PRIME_CONTEXT", "PRIME_SSH_KEY_PATH"], "x"
+        ),
+        **dict.fromkeys(["PRIME_BASE_URL", "PRIME_API_BASE_URL", "PRIME_FRONTEND_URL", "PRIME_INFERENCE_URL"], "x"),
+        **dict.fromkeys(["PRIME_DISABLE_VERSION_CHECK", "PRIME_INFERENCE_HOST"], "1"),
+        "PRIME_CONVRT": "x",  # nearly an argument of vLLM's
+        "PRIME_GPU_MEMORY_UTILISATION_": "x",
+        "PRIME_ASINC_LEVEL": "1",  # nearly an older key
+        "PRIME_LOGS": "x",  # one edit, but short
+        "PRIME_MDLE": "x",  # two edits
         "PRIME_HOST": "x",
         "PRIME_LOG_LEVEL": "debug",
         "PRIME_RL_LAUNCHER": "1:2",
@@ -103,7 +111,7 @@ def test_variables_of_other_programs_are_left_alone():
         "PRIMEX_MAX_STEPS": "1",
         "MAX_STEPS": "1",
     }
-    for root in (RLConfig, InferenceConfig, OrchestratorConfig, TrainerConfig, SFTConfig):
+    for root in (RLConfig, InferenceConfig, OrchestratorConfig, TrainerConfig, SFTConfig, EvalConfig):
         assert list(env_settings(root, foreign)) == []
 
 
@@ -111,6 +119,7 @@ def test_variables_of_other_programs_are_left_alone():
     ("variable", "nearest"),
     [
         ("PRIME_MAX_STPES", "max_steps"),
+        ("PRIME_CLAEN", "clean"),
         ("PRIME_TRAINER__OPTM__LR", "trainer.optim.lr"),
         ("PRIME_TRIANER__OPTIM__LR", "trainer.optim.lr"),
         ("PRIME_MODEL__NAM", "model.name"),
