@@ -24,7 +24,7 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import Kind, all_keys, find
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
-from prime_rl.config.writing import to_toml
+from prime_rl.config.writing import NOT_WRITTEN, to_toml
 from prime_rl.errors import ConfigError
 
 ROOTS: dict[str, type[BaseModel]] = {
@@ -306,7 +306,8 @@ def attempt(root: type[BaseModel], case: Case) -> BaseModel | ConfigError:
 
 def resolves_to_itself(maker: Maker, config: BaseModel) -> bool:
     path = maker.file(to_toml(config))
-    return load(maker.root, ["@", str(path)], {}) == config
+    kept = {key: value for key, value in config if key not in NOT_WRITTEN}
+    return {key: value for key, value in load(maker.root, ["@", str(path)], {}) if key in kept} == kept
 
 
 def is_finite(config: BaseModel) -> bool:

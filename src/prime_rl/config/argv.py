@@ -46,10 +46,12 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
     return command
 
 
-def _file_of(word: str, words: list[str]) -> FilePath:
+def _file_of(word: str, words: list[str], section: str = "") -> FilePath:
     name = word[1:] or (words.pop(0) if words else "")
     if not name or name.startswith("--"):
-        raise ConfigError("@ must be followed by a TOML file, like: @ examples/reverse_text_cpu/rl.toml")
+        example = section[2:] or "examples/reverse_text_cpu/rl"
+        at_sign = f"{section} @".lstrip()
+        raise ConfigError(f"{at_sign} must be followed by a TOML file, like: {at_sign} {example}.toml")
     return FilePath(name)
 
 
@@ -64,7 +66,7 @@ def _parse_flag(root: type[BaseModel], word: str, words: list[str], command: Com
     elif equals:
         command.flags.append(Setting(path, read_value(kind, inline, origin), origin))
     elif words and words[0].startswith("@") and kind in (Kind.SECTION, Kind.LIST, Kind.MAPPING):
-        command.files += _section_settings(root, path, _file_of(words.pop(0), words), origin)
+        command.files += _section_settings(root, path, _file_of(words.pop(0), words, origin), origin)
     else:
         values = _take_values(kind, words)
         if not values and kind not in (Kind.FLAG, Kind.SECTION):
