@@ -35,7 +35,7 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
     while words:
         word = words.pop(0)
         if word.startswith("@"):
-            command.files += toml_settings(_file_of(word, words))
+            command.files += toml_settings(_file_of(word, words, before))
         elif word.startswith("--") and len(word) > 2:
             _parse_flag(root, word[2:], words, command)
         else:
@@ -46,12 +46,11 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
     return command
 
 
-def _file_of(word: str, words: list[str], section: str = "") -> FilePath:
+def _file_of(word: str, words: list[str], before: str) -> FilePath:
     name = word[1:] or (words.pop(0) if words else "")
     if not name or name.startswith("--"):
-        example = section[2:] or "examples/reverse_text_cpu/rl"
-        at_sign = f"{section} @".lstrip()
-        raise ConfigError(f"{at_sign} must be followed by a TOML file, like: {at_sign} {example}.toml")
+        at_sign = f"@ after {before}" if before else "@"
+        raise ConfigError(f"{at_sign} must be followed by a TOML file, like: @ examples/reverse_text_cpu/rl.toml")
     return FilePath(name)
 
 

@@ -148,7 +148,7 @@ def test_the_word_none_is_null():
         (["-x"], "'-x': expected --key value"),
         (["@"], "@ must be followed by a TOML file"),
         (["@", "--clean"], "@ must be followed by a TOML file"),
-        (["--trainer", "@"], "--trainer @ must be followed by a TOML file, like: --trainer @ trainer.toml"),
+        (["--trainer", "@"], "@ after --trainer must be followed by a TOML file"),
         (["--no-such-thing"], "no_such_thing: no such key (--no-such-thing)"),
         (["--no-claen"], "did you mean clean?"),
         (["--orchestrator.env.99999999999999999999.id", "x"], "no such key"),
