@@ -11,7 +11,9 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
+HAS_PROC = Path("/proc/self/stat").exists()
+if not HAS_PROC:
+    import psutil  # every command imports this module, and psutil is slow to load
 
 VARIABLE = "PRIME_RL_LAUNCHER"
 POLL_S = 0.5
@@ -26,18 +28,25 @@ def launcher_token() -> str:
 def is_alive(token: str) -> bool:
     """Whether the process that made `token` still runs."""
     pid, _, started = token.partition(":")
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str | None:
+    """When a process that runs was started; None for one that is gone, or only waits to be reaped.
+
+    In the clock ticks since boot that Linux keeps; elsewhere in seconds since the epoch.
+    """
+    if HAS_PROC:
+        try:
+            state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if state == "Z" else numbers[18]
     try:
-        return _started(int(pid)) == started and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _started(pid: int) -> str:
-    """When a process started, in the clock ticks since boot that Linux keeps; elsewhere in seconds since the epoch."""
-    stat = Path(f"/proc/{pid}/stat")
-    if Path("/proc/self/stat").exists():
-        return stat.read_text().rpartition(")")[2].split()[19]
-    return f"{psutil.Process(pid).create_time():.2f}"
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
+    except psutil.NoSuchProcess:
+        return None
 
 
 def watch_launcher() -> None:

@@ -54,7 +54,7 @@ class WeightCheckpointConfig(BaseConfig):
 class TrainerCheckpointConfig(_CheckpointConfig):
     """The trainer's checkpoints: torch DCP directories `checkpoints/step_N/trainer`."""
 
-    weights: WeightCheckpointConfig | None = WeightCheckpointConfig()
+    weights: WeightCheckpointConfig | None = Field(default_factory=WeightCheckpointConfig)
 
     weights_only: bool = False
     """Whether a checkpoint holds weights alone: small, but a run cannot be resumed from it."""

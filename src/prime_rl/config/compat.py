@@ -12,7 +12,6 @@ from typing import Any
 from prime_rl.config import old_values as old
 from prime_rl.config import vllm_flags
 from prime_rl.config.old_values import Found, Writes, truth
-from prime_rl.config.old_values import resolve_gpu_counts as resolve_gpu_counts
 from prime_rl.config.schema import Kind
 
 

@@ -8,17 +8,17 @@ together (`Conflict`) says the fix first, then a line for each of them:
       orchestrator.rollouts_per_example = 16 (rl.toml:31)
 """
 
-from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from prime_rl.config.conflict import Conflict
-from prime_rl.config.schema import Kind, Path, Target, field_at, find, keys_at, members, target_of
+from prime_rl.config.schema import Kind, Path, Target, default_of, field_at, find, keys_at, members, target_of
 from prime_rl.config.sources import unknown_key
 from prime_rl.config.values import Values, dotted
 from prime_rl.config.variants import owners, type_of
+from prime_rl.config.writing import in_toml
 
 MAX_KEYS = 8
 """Most keys of a section that are named; `--help` shows those of larger ones."""
@@ -104,7 +104,7 @@ def _fact(root: type[BaseModel], values: Values, path: Path) -> str:
     """` = value (place)`; of a table the place alone."""
     if not values.has(path):
         field = field_at(root, path)
-        return f" = {_shown(field.default if field else None)} (default)"
+        return f" = {_shown(default_of(field) if field else None)} (default)"
     value = values.written(path)
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
     return f" ({values.origin(path)})" if is_table else f" = {_shown(value)} ({values.origin(path)})"
@@ -170,7 +170,7 @@ def _of_another_type(root: type[BaseModel], values: Values, path: Path) -> str |
     of_type = (*path[:-1], "type")
     field = field_at(root, path[:-1])
     origin = values.origin(path)
-    chosen = values.get(of_type, default=getattr(field.default, "type", None) if field else None)
+    chosen = values.get(of_type, default=getattr(default_of(field), "type", None) if field else None)
     place = values.origin(of_type) if values.has(of_type) else "default"
     fix = _flag(of_type) if _is_flag(origin) else dotted(of_type)
     return (
@@ -195,7 +195,7 @@ def _table_wanted(root: type[BaseModel], path: Path, value: Any, origin: str) ->
     if _is_flag(origin):
         items = example if isinstance(example, list) else [example]
         return f"{said}; write {_flag((*section, key))} {','.join(map(_shown, items))}"
-    return f"{said}; write [{dotted(tuple(section))}] with {key} = {_toml(example)}"
+    return f"{said}; write [{dotted(tuple(section))}] with {key} = {in_toml(example)}"
 
 
 def _example(root: type[BaseModel], path: Path, value: Any) -> tuple[Path, Any]:
@@ -222,7 +222,7 @@ def _list_wanted(root: type[BaseModel], path: Path, origin: str) -> str:
     if target and target.sections:
         return f"a list of tables: write [[{dotted(path)}]]"
     items: list[Any] = ["a", "b"] if field is not None and "str" in str(field.annotation) else [0, 1]
-    return f"a list, like {','.join(map(str, items)) if _is_flag(origin) else _toml(items)}"
+    return f"a list, like {','.join(map(str, items)) if _is_flag(origin) else in_toml(items)}"
 
 
 def _choice(options: list[str]) -> str:
@@ -235,9 +235,3 @@ def _is_flag(origin: str) -> bool:
 
 def _flag(path: Path) -> str:
     return f"--{dotted(path).replace('_', '-')}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str | PurePath) else _shown(value)

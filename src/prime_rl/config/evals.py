@@ -126,12 +126,12 @@ class RetryConfig(BaseConfig):
 class _BaseEvalConfig(BaseConfig):
     """What evaluations have in common."""
 
-    env: tuple[EvalEnvConfig, ...] = (EvalEnvConfig(),)
+    env: tuple[EvalEnvConfig, ...] = Field(default_factory=lambda: (EvalEnvConfig(),))
     """The environments."""
 
-    sampling: EvalSamplingConfig = EvalSamplingConfig()
-    save: SaveConfig = SaveConfig()
-    retry: RetryConfig = RetryConfig()
+    sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+    retry: RetryConfig = Field(default_factory=RetryConfig)
 
     num_examples: NumExamples = -1
     """Examples per environment. -1: all of its evaluation split."""
@@ -171,12 +171,12 @@ class OnlineEvalConfig(_BaseEvalConfig):
 class EvalConfig(_BaseEvalConfig, ProcessConfig):
     """`eval`: measures a model, and the weights of a run, on environments."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
 
     client: ClientConfig | None = None
     """A running server to evaluate. None: one is started for `model` and stopped afterwards."""
 
-    inference: InferenceConfig = InferenceConfig()
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The server that is started when no client is given."""
 
     wandb: WandbConfig | None = None
@@ -208,7 +208,7 @@ class EvalConfig(_BaseEvalConfig, ProcessConfig):
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """Results go to `evals/step_N/<environment>/` below this."""
 
-    log: LogConfig = LogConfig()
+    log: LogConfig = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Any:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.pending import note, note_at
-from prime_rl.config.schema import Path, documentation, field_at, find, is_optional, members, target_of
+from prime_rl.config.schema import Path, default_of, documentation, field_at, find, is_optional, members, target_of
 from prime_rl.config.sources import unknown_key
 from prime_rl.errors import ConfigError
 
@@ -132,7 +132,7 @@ def _type_name(option: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "must be given"
-    return on_command_line(field.get_default(call_default_factory=True))
+    return on_command_line(default_of(field))
 
 
 def on_command_line(value: Any) -> str:

@@ -67,7 +67,7 @@ class CPUOffloadConfig(BaseConfig):
 class KVCacheOffloadConfig(BaseConfig):
     """Keeps KV blocks for which the GPU has no room, instead of computing them anew."""
 
-    cpu: CPUOffloadConfig = CPUOffloadConfig()
+    cpu: CPUOffloadConfig = Field(default_factory=CPUOffloadConfig)
 
 
 class InferenceDeploymentConfig(BaseConfig):
@@ -96,12 +96,12 @@ class InferenceConfig(ProcessConfig):
     device: Device = "auto"
     """Where the embedded engine computes. auto: the first visible GPU, else the CPU."""
 
-    server: ServerConfig = ServerConfig()
-    model: InferenceModelConfig = InferenceModelConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    deployment: InferenceDeploymentConfig = InferenceDeploymentConfig()
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    model: InferenceModelConfig = Field(default_factory=InferenceModelConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    deployment: InferenceDeploymentConfig = Field(default_factory=InferenceDeploymentConfig)
     kv_cache_offload: KVCacheOffloadConfig | None = None
-    weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()
+    weight_broadcast: SharedWeightBroadcastConfig = Field(default_factory=SharedWeightBroadcastConfig)
 
     block_size: int = Field(default=16, ge=1)
     """Tokens of one block of the KV cache; whole blocks are shared between requests with the same prefix."""

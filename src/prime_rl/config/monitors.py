@@ -50,13 +50,13 @@ class WandbConfig(SharedWandbConfig):
 class TrainerWandbConfig(WandbConfig):
     """Weights & Biases."""
 
-    log_extras: TrainerLogExtrasConfig | None = TrainerLogExtrasConfig()
+    log_extras: TrainerLogExtrasConfig | None = Field(default_factory=TrainerLogExtrasConfig)
 
 
 class OrchestratorWandbConfig(WandbConfig):
     """Weights & Biases."""
 
-    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    log_extras: LogExtrasConfig | None = Field(default_factory=LogExtrasConfig)
 
 
 class PrimeMonitorConfig(BaseConfig):
@@ -68,7 +68,7 @@ class PrimeMonitorConfig(BaseConfig):
     api_key_var: str = "PRIME_API_KEY"
     """Name of the environment variable that holds its key."""
 
-    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    log_extras: LogExtrasConfig | None = Field(default_factory=LogExtrasConfig)
 
 
 class HeartbeatConfig(BaseConfig):

@@ -140,8 +140,8 @@ class RunOptimizerConfig(BaseConfig):
 class TeacherConfig(BaseConfig):
     """The model that is distilled from."""
 
-    client: ClientConfig = ClientConfig()
-    model: ModelConfig = ModelConfig()
+    client: ClientConfig = Field(default_factory=ClientConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
 
 
 class RendererConfig(BaseConfig):
@@ -167,21 +167,21 @@ class ValConfig(BaseConfig):
 class OrchestratorConfig(ProcessConfig):
     """`orchestrator`: runs environments against the inference server and turns rollouts into training batches."""
 
-    client: ClientConfig = ClientConfig()
-    model: PolicyModelConfig = PolicyModelConfig()
-    optim: RunOptimizerConfig = RunOptimizerConfig()
+    client: ClientConfig = Field(default_factory=ClientConfig)
+    model: PolicyModelConfig = Field(default_factory=PolicyModelConfig)
+    optim: RunOptimizerConfig = Field(default_factory=RunOptimizerConfig)
     teacher_model: TeacherConfig | None = None
-    renderer: RendererConfig = RendererConfig()
-    sampling: TrainSamplingConfig = TrainSamplingConfig()
+    renderer: RendererConfig = Field(default_factory=RendererConfig)
+    sampling: TrainSamplingConfig = Field(default_factory=TrainSamplingConfig)
 
-    env: tuple[TrainEnvConfig, ...] = (TrainEnvConfig(),)
+    env: tuple[TrainEnvConfig, ...] = Field(default_factory=lambda: (TrainEnvConfig(),))
     """The training environments; each gives groups in proportion to its number of examples."""
 
     eval: OnlineEvalConfig | None = None
     val: ValConfig | None = None
-    buffer: BufferConfig = BufferConfig()
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
 
-    advantage: AnyAdvantageConfig | None = AdvantageConfig()
+    advantage: AnyAdvantageConfig | None = Field(default_factory=AdvantageConfig)
     """How rewards become advantages. None: the reward itself."""
 
     filters: tuple[FilterConfig, ...] = ()
@@ -191,8 +191,8 @@ class OrchestratorConfig(ProcessConfig):
     wandb: OrchestratorWandbConfig | None = None
     prime_monitor: PrimeMonitorConfig | None = None
     heartbeat: HeartbeatConfig | None = None
-    weight_broadcast: WeightBroadcastConfig = FilesystemBroadcastConfig()
-    rollout_transport: TransportConfig = FilesystemTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = Field(default_factory=FilesystemBroadcastConfig)
+    rollout_transport: TransportConfig = Field(default_factory=FilesystemTransportConfig)
 
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per training step. A multiple of `rollouts_per_example`."""
@@ -267,7 +267,7 @@ class OrchestratorConfig(ProcessConfig):
     seed: int = 42
     """Seeds the order of the examples."""
 
-    log: LogConfig = LogConfig()
+    log: LogConfig = Field(default_factory=LogConfig)
 
     @property
     def groups_per_batch(self) -> int:

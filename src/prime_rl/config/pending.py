@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.config.schema import Path, find
+from prime_rl.config.schema import Path, default_of, find
 from prime_rl.config.variants import owners
 
 SHARDED = "the trainer on several GPUs"
@@ -183,7 +183,7 @@ def wishes(config: BaseModel, path: Path = ()) -> Iterator[Wish]:
         value, here = getattr(config, name), (*path, name)
         pending = _pending(type(config), name, getattr(value, "type", ""))
         if pending is not None:
-            if not _is_neutral(value, field.get_default(call_default_factory=True), pending):
+            if not _is_neutral(value, default_of(field), pending):
                 yield Wish(here, value, pending.waits_for)
             continue
         for index, section in _sections(value):
@@ -195,7 +195,7 @@ def note(cls: type[BaseModel], name: str, kind: str = "") -> str:
     pending = _pending(cls, name, kind)
     if pending is None:
         return ""
-    default = cls.model_fields[name].get_default(call_default_factory=True)
+    default = default_of(cls.model_fields[name])
     is_default = default is not None and kind in ("", getattr(default, "type", ""))
     what = "other values come" if is_default else "comes"
     what = what if pending.max_length is None else f"more than {pending.max_length} comes"

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
-from prime_rl.config.compat import resolve_gpu_counts
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.config.literals import whole_number
 from prime_rl.config.monitors import SharedWandbConfig
+from prime_rl.config.old_values import resolve_gpu_counts
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.schema import Path
 from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig, SlurmConfig
@@ -72,8 +72,8 @@ class RLConfig(ProcessConfig):
     }
     """Root section -> the component sections that are on when it is, and off when it is switched off."""
 
-    trainer: TrainerConfig = TrainerConfig()
-    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
 
     inference: InferenceConfig | None = None
     """The server to start; an empty table starts one with defaults. None: one is running at orchestrator.client."""
@@ -81,12 +81,12 @@ class RLConfig(ProcessConfig):
     teacher_inference: InferenceConfig | None = None
     """The teacher's server to start. None: none, or one is running at orchestrator.teacher_model.client."""
 
-    model: SharedModelConfig = SharedModelConfig()
-    deployment: DeploymentConfig = DeploymentConfig()
+    model: SharedModelConfig = Field(default_factory=SharedModelConfig)
+    deployment: DeploymentConfig = Field(default_factory=DeploymentConfig)
     slurm: SlurmConfig | None = None
     ckpt: SharedCheckpointConfig | None = None
     wandb: SharedWandbConfig | None = None
-    weight_broadcast: SharedWeightBroadcastConfig = SharedWeightBroadcastConfig()
+    weight_broadcast: SharedWeightBroadcastConfig = Field(default_factory=SharedWeightBroadcastConfig)
 
     max_steps: int | None = Field(default=None, ge=1)
     """Training steps. None: until stopped."""

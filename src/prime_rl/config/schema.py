@@ -108,6 +108,11 @@ def field_at(root: type[BaseModel], path: Path) -> FieldInfo | None:
     return fields_of(target.sections).get(str(path[-1]))
 
 
+def default_of(field: FieldInfo) -> Any:
+    """The value of a key that is not set, made anew where it is a section."""
+    return field.get_default(call_default_factory=True)
+
+
 def is_switch(root: type[BaseModel], path: Path) -> bool:
     """Whether `path` is an optional section that is off by default: `--name` switches it on."""
     field = field_at(root, path)

@@ -14,12 +14,13 @@ DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 class BaseConfig(BaseModel):
     """Frozen, refuses unknown keys, and every field carries a docstring (unit, meaning of the default).
 
-    The docstrings are read from the source when somebody asks for them (`schema.documentation`): pydantic would read
-    them at every start, which doubles the time to load the classes.
+    The classes load fast, for `--help`: pydantic builds a schema when the first value is validated, hence the default
+    of every section is a factory; docstrings are read from the source when somebody asks (`schema.documentation`).
     """
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         protected_namespaces=(),
         allow_inf_nan=False,
@@ -220,4 +221,4 @@ class ProcessConfig(BaseConfig):
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """The run directory."""
 
-    log: SharedLogConfig = SharedLogConfig()
+    log: SharedLogConfig = Field(default_factory=SharedLogConfig)

@@ -145,7 +145,7 @@ class TrainerModelConfig(ModelConfig):
     fused_lm_head_chunk_size: int | Literal["auto", "disabled"] = "auto"
     """Tokens of which logits exist at the same time. auto: chosen by us; disabled: all."""
 
-    debug: DebugModelConfig = DebugModelConfig()
+    debug: DebugModelConfig = Field(default_factory=DebugModelConfig)
 
     @field_validator("attn", mode="before")
     @classmethod
@@ -284,17 +284,17 @@ class DebugConfig(BaseConfig):
 class _BaseTrainerConfig(ProcessConfig):
     """What RL and SFT configure alike."""
 
-    model: TrainerModelConfig = TrainerModelConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    optim: OptimizerConfig = AdamWConfig()
-    scheduler: SchedulerConfig = ConstantSchedulerConfig()
+    model: TrainerModelConfig = Field(default_factory=TrainerModelConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    optim: OptimizerConfig = Field(default_factory=AdamWConfig)
+    scheduler: SchedulerConfig = Field(default_factory=ConstantSchedulerConfig)
     ckpt: TrainerCheckpointConfig | None = None
-    weights: WeightsConfig = WeightsConfig()
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
     wandb: TrainerWandbConfig | None = None
     heartbeat: HeartbeatConfig | None = None
     metrics_server: MetricsServerConfig | None = None
     bench: BenchConfig | None = None
-    debug: DebugConfig = DebugConfig()
+    debug: DebugConfig = Field(default_factory=DebugConfig)
 
     memory_profiler_path: Path | None = None
     """Directory for snapshots of GPU memory. None: none are taken."""
@@ -314,7 +314,7 @@ class _BaseTrainerConfig(ProcessConfig):
     device: Device = "auto"
     """Where to train. auto: the first visible GPU, else the CPU."""
 
-    log: TrainerLogConfig = TrainerLogConfig()
+    log: TrainerLogConfig = Field(default_factory=TrainerLogConfig)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
@@ -398,10 +398,10 @@ def check_divisible(batch_size: int, micro_batch_size: int) -> None:
 class TrainerConfig(_BaseTrainerConfig):
     """`trainer`: turns batch n and weights n into weights n + 1."""
 
-    data: RLDataConfig = RLDataConfig()
-    loss: RLLossConfig = LossConfig()
-    weight_broadcast: WeightBroadcastConfig = FilesystemBroadcastConfig()
-    rollout_transport: TransportConfig = FilesystemTransportConfig()
+    data: RLDataConfig = Field(default_factory=RLDataConfig)
+    loss: RLLossConfig = Field(default_factory=LossConfig)
+    weight_broadcast: WeightBroadcastConfig = Field(default_factory=FilesystemBroadcastConfig)
+    rollout_transport: TransportConfig = Field(default_factory=FilesystemTransportConfig)
 
     max_async_level: int = Field(default=1, ge=0)
     """How many steps generation may run ahead; weights that it may still need are kept on disk."""
@@ -493,7 +493,7 @@ class SFTDataConfig(_BaseDataConfig):
     seed: int = 0
     """Seeds that order."""
 
-    loss_mask: LossMaskConfig = LossMaskConfig()
+    loss_mask: LossMaskConfig = Field(default_factory=LossMaskConfig)
 
     @model_validator(mode="after")
     def _subsets_and_splits_match(self) -> Any:
@@ -524,7 +524,7 @@ AnySFTDataConfig = Annotated[SFTDataConfig | SFTFakeDataConfig, Field(discrimina
 class SFTConfig(_BaseTrainerConfig):
     """`sft`: supervised fine-tuning on conversations."""
 
-    data: AnySFTDataConfig = SFTDataConfig()
+    data: AnySFTDataConfig = Field(default_factory=SFTDataConfig)
 
     slurm: SlurmConfig | None = None
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.schema import Kind, Path, fields_of, target_of
+from prime_rl.config.schema import Kind, Path, default_of, fields_of, target_of
 from prime_rl.config.values import Values, dotted
 
 Sections = tuple[type[BaseModel], ...]
@@ -46,7 +46,7 @@ def tables(section: type[BaseModel], values: Mapping[str, Any], path: Path = ())
     """Every table below `values`, which is one of `section`; the outer before the inner."""
     for name, field in section.model_fields.items():
         for at, value in _entries(field, values.get(name), (*path, name)):
-            default_type = getattr(field.default, "type", None)
+            default_type = getattr(default_of(field), "type", None)
             table = Table(at, value, target_of(field.annotation).sections, default_type)
             yield table
             if table.section:

@@ -115,6 +115,23 @@ def test_a_launcher_token_knows_a_reused_pid():
     assert not lifeline.is_alive("999999999:1.00")
 
 
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_a_launcher_that_waits_to_be_reaped_is_not_alive(has_proc, monkeypatch):
+    monkeypatch.setattr(lifeline, "HAS_PROC", has_proc)
+    monkeypatch.setattr(lifeline, "psutil", psutil, raising=False)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        token = f"{process.pid}:{lifeline._started(process.pid)}"
+        assert lifeline.is_alive(token)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        deadline = time.monotonic() + 10
+        while lifeline.is_alive(token):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_launcher_token_survives_a_clock_that_is_set(monkeypatch):
     token = lifeline.launcher_token()
     monkeypatch.setattr(psutil, "boot_time", lambda: 1.0)
