@@ -210,9 +210,9 @@ def _example(root: type[BaseModel], path: Path, value: Any) -> tuple[Path, Any]:
     if isinstance(value, str) and str in members(fields[first].annotation):
         return (*path, first), value
     for name, field in fields.items():
-        if not target_of(field.annotation).sections and not field.is_required() and field.default is not None:
-            is_list = isinstance(field.default, tuple)
-            return (*path, name), list(field.default) if is_list else field.default
+        default = None if target_of(field.annotation).sections or field.is_required() else default_of(field)
+        if default is not None:
+            return (*path, name), list(default) if isinstance(default, tuple) else default
     is_section = bool(target_of(fields[first].annotation).sections)
     return _example(root, (*path, first), value) if is_section else ((*path, first), value)
 
