@@ -35,7 +35,9 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
     while words:
         word = words.pop(0)
         if word.startswith("@"):
-            command.files += toml_settings(_file_of(word, words, before))
+            file = _file_of(word, words, before)
+            command.files += toml_settings(file)
+            word = f"@ {file}"
         elif word.startswith("--") and len(word) > 2:
             _parse_flag(root, word[2:], words, command)
         else:
@@ -49,8 +51,8 @@ def parse_argv(root: type[BaseModel], argv: Sequence[str]) -> Command:
 def _file_of(word: str, words: list[str], before: str) -> FilePath:
     name = word[1:] or (words.pop(0) if words else "")
     if not name or name.startswith("--"):
-        at_sign = f"@ after {before}" if before else "@"
-        raise ConfigError(f"{at_sign} must be followed by a TOML file, like: @ examples/reverse_text_cpu/rl.toml")
+        after = f" after {before}" if before else ""
+        raise ConfigError(f"'@'{after}: must be followed by a TOML file, like: @ examples/reverse_text_cpu/rl.toml")
     return FilePath(name)
 
 

@@ -101,8 +101,14 @@ class Values:
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{setting.origin}: nested more than {MAX_DEPTH} deep")
         node: Any = self.tree
-        for part, following in pairwise(path):
-            node = _table_in(node, part, is_list=isinstance(following, int), origin=setting.origin)
+        for end, (part, following) in enumerate(pairwise(path), start=1):
+            key = _key_in(node, part, setting.origin)
+            child = node.get(key) if isinstance(node, dict) else node[key]
+            kind = list if isinstance(following, int) else dict
+            if not isinstance(child, kind):  # a table takes the place of a value
+                self._forget(path[:end])
+                child = node[key] = kind()
+            node = child
         last = _key_in(node, path[-1], setting.origin)
         before = node.get(last) if isinstance(node, dict) else node[last]
         if value == {} and isinstance(before, dict):
@@ -133,15 +139,6 @@ def _key_in(node: Any, part: str | int, origin: str) -> Any:
     if index == len(node):
         node.append({})
     return index
-
-
-def _table_in(node: Any, part: str | int, *, is_list: bool, origin: str) -> Any:
-    """The table (or list) at `part`, made anew where something else stands."""
-    key = _key_in(node, part, origin)
-    child = node.get(key) if isinstance(node, dict) else node[key]
-    if not isinstance(child, list if is_list else dict):
-        child = node[key] = [] if is_list else {}
-    return child
 
 
 def dotted(path: Path) -> str:

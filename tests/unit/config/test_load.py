@@ -200,7 +200,7 @@ def test_files_that_inherit_in_a_circle_are_refused(tmp_path):
         pytest.param(["--trainer.scheduler", "cosine"], "is a table with the keys", id="a string for a table"),
         pytest.param(["--orchestrator.env.0.args", "{x}"], "neither JSON", id="bad JSON"),
         pytest.param(["@missing.toml"], "missing.toml: no such file", id="missing file"),
-        pytest.param(["@"], "@ must be followed by a TOML file", id="no file name"),
+        pytest.param(["@"], "'@': must be followed by a TOML file", id="no file name"),
         pytest.param(["max_steps=3"], "expected --key value or @ file.toml", id="no dashes"),
         pytest.param(
             ["--orchestrator.batch-size", "33", "--orchestrator.rollouts-per-example", "8"],

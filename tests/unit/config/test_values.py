@@ -36,6 +36,7 @@ def test_what_is_replaced_leaves_no_places_behind():
     assert values.origin(("a", 1, "x")) == "place 2"
     assert values.origin(("a", 0, "y")) == "place 3"
     assert values.origin(("b",)) == "default"
+    assert values_of((("a",), 1), (("a", "x"), 2)).origin(("a",)) == "place 1"
 
 
 def test_the_place_of_a_value_is_its_own_or_that_of_the_table_around_or_inside_it():
