@@ -1,4 +1,7 @@
-"""Random mistakes in command lines, files and variables: each is answered with a sentence, never with a traceback."""
+"""Random mistakes in command lines, files and variables: each is answered with a sentence, never with a traceback.
+
+Half of them are made on top of the files that come with the project, half on top of the defaults.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
+from prime_rl.cli import main
 from prime_rl.config import translation
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
@@ -38,7 +42,17 @@ ROOTS: dict[str, type[BaseModel]] = {
 KEYS = {name: sorted(set(all_keys(root))) for name, root in ROOTS.items()}
 OLD_KEYS = {name: sorted(set(translation.old_keys(root))) for name, root in ROOTS.items()}
 
+
+def takes_a_literal(root: type[BaseModel], key: str) -> bool:
+    target = find(root, tuple(key.split(".")))
+    return target is not None and target.kind in (Kind.LIST, Kind.MAPPING, Kind.SECTION)
+
+
+LITERALS = {name: [key for key in KEYS[name] if takes_a_literal(root, key)] for name, root in ROOTS.items()}
+
 MUTATIONS = 5000
+SHARE_ON_FILES = 0.5
+DRY_RUNS = 480
 RUNS_OF_THE_COMMAND = 20
 MIN_SHARE_OF_RIGHT_ANSWERS = 0.95
 
@@ -144,13 +158,32 @@ NOT_TOML = [
 ]
 
 
+ROOT = Path(__file__).parents[2]
+SHORT = {"train": "trainer", "orch": "orchestrator", "infer": "inference", "my-config": "rl"}
+
+
+def command_of(path: Path) -> str:
+    """The command that a file of the project is for, which its name or its directory tells."""
+    part = path.relative_to(ROOT).parts[1]
+    return part if part in ROOTS else SHORT.get(path.stem, path.stem)
+
+
+FILES = sorted(path for top in ("configs", "examples") for path in (ROOT / top).rglob("*.toml"))
+FILES_OF = {name: [str(path) for path in FILES if command_of(path) == name] for name in ROOTS}
+
+
 @dataclass
 class Case:
-    """A command line, what surrounds it, and words of which a complaint must name one."""
+    """A command line, what surrounds it, and what a complaint must name: the flag, variable or file of the mistake."""
 
     argv: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     about: list[str] = field(default_factory=list)
+
+    def is_named_in(self, answer: str) -> bool:
+        """Whether the answer names what is mistaken, as a word of its own."""
+        whole = (rf"(?<![\w-]){re.escape(word)}(?![\w-]|\.\w)" for word in self.about if word)
+        return any(re.search(pattern, answer) for pattern in whole)
 
 
 class Maker:
@@ -166,7 +199,10 @@ class Maker:
     def case(self) -> Case:
         kinds = [self.wrong_type, self.misspelt, self.missing_file, self.bad_toml, self.bad_literal, self.conflict]
         kinds += [self.older, self.soup, self.far_entry]
-        return self.random.choice(kinds)()
+        case = self.random.choice(kinds)()
+        if self.random.random() < SHARE_ON_FILES:
+            case.argv = ["@", self.random.choice(FILES_OF[self.name]), *case.argv]
+        return case
 
     # the kinds of mistakes
 
@@ -186,25 +222,24 @@ class Maker:
         section = self.random.choice([[], [], [f"--{self.key().partition('.')[0]}"]])
         words = self.random.choice([["@", name], [f"@{name}"]])
         if self.random.random() < 0.3:
-            path = self.file(f"toml_files = [{json.dumps(name.encode('ascii', 'ignore').decode())}]\n")
+            name = name.encode("ascii", "ignore").decode()
+            path = self.file(f"toml_files = [{json.dumps(name)}]\n")
             words = ["@", str(path)]
-        return Case(argv=[*section, *words], about=[name[-8:], name, *section, "@", "toml"])
+        return Case(argv=[*section, *words], about=[name, ascii(name)[1:-1], *section])
 
     def bad_toml(self) -> Case:
         text = tomli_w.dumps(nested(self.key(), self.random.choice([1, "x", True]))) + self.random.choice(NOT_TOML)
         where = self.random.randrange(len(text))
         text = self.random.choice([text, text[:where], text[:where] + self.random.choice('[]={}"\n#.') + text[where:]])
         path = self.file(text)
-        return Case(argv=["@", str(path)], about=[path.name, *words_of(text)])
+        return Case(argv=["@", str(path)], about=[path.name])
 
     def bad_literal(self) -> Case:
-        keys = [
-            key for key in KEYS[self.name] if target_kind(self.root, key) in (Kind.LIST, Kind.MAPPING, Kind.SECTION)
-        ]
         text = json.dumps(self.random.choice([{"a": 1}, [1, 2], {"name": "x", "id": 3}, [{"id": "a"}], {"type": "x"}]))
         where = self.random.randrange(len(text))
         return self.flag(
-            self.random.choice(keys), self.random.choice([text[:where], text + "}", text[:where] + "?" + text[where:]])
+            self.random.choice(LITERALS[self.name]),
+            self.random.choice([text[:where], text + "}", text[:where] + "?" + text[where:]]),
         )
 
     def conflict(self) -> Case:
@@ -226,7 +261,10 @@ class Maker:
         self.random.shuffle(words)
         words = words[: self.random.randrange(len(words) + 1)]
         variables = {key: value for case in cases for key, value in case.variables.items()}
-        return Case(words, variables, [*words, *(about for case in cases for about in case.about)])
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        others = [form for word in words if word[:2] != "--" for form in (repr(word), f"{Path(word)}:")]
+        lone_at = ["@ must be followed by a TOML file", "@ after @ must be followed"] if "@" in words else []
+        return Case(words, variables, [*flags, *others, *lone_at, *(about for case in cases for about in case.about)])
 
     def far_entry(self) -> Case:
         index = self.random.choice(["0", "1", "7", "-1", "99999999999", "²", "x", ""])
@@ -249,11 +287,11 @@ class Maker:
         spelt = self.random.choice([key, key.replace("_", "-")])
         prefix = self.random.choice(["--", "--", "--", "--no-"])
         words = self.random.choice([[f"{prefix}{spelt}", value], [f"{prefix}{spelt}={value}"], [f"{prefix}{spelt}"]])
-        return Case(argv=words, about=[spelt, *key.split("."), "--"])
+        return Case(argv=words, about=[f"{prefix}{spelt}"])
 
     def variable(self, key: str, value: str) -> Case:
         name = "PRIME_" + key.upper().replace(".", "__")
-        return Case(variables={name: value.replace("\x00", "")}, about=[name, *key.split(".")])
+        return Case(variables={name: value.replace("\x00", "")}, about=[name])
 
     def in_file(self, key: str, value: Any) -> Case:
         section, _, below = key.partition(".")
@@ -261,7 +299,7 @@ class Maker:
         value = value.encode("utf-8", "ignore").decode() if isinstance(value, str) else value
         path = self.file(tomli_w.dumps(nested(below if nest else key, value)))
         words = [f"--{section}"] if nest else []
-        return Case(argv=[*words, "@", str(path)], about=[path.name, *words, *key.split(".")])
+        return Case(argv=[*words, "@", str(path)], about=[path.name, *words])
 
     def file(self, text: str) -> Path:
         self.count += 1
@@ -278,11 +316,6 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 def words_of(text: str) -> list[str]:
     return [word for word in "".join(c if c.isalnum() or c == "_" else " " for c in text).split() if len(word) > 1]
-
-
-def target_kind(root: type[BaseModel], key: str) -> Kind | None:
-    target = find(root, tuple(key.split(".")))
-    return target.kind if target else None
 
 
 def misspell(key: str, rng: random.Random) -> str:
@@ -324,7 +357,7 @@ def test_no_mistake_shows_a_traceback_and_every_answer_names_it(name, tmp_path, 
         answer = attempt(maker.root, case)
         if isinstance(answer, ConfigError):
             refused += 1
-            assert any(word and word in str(answer) for word in case.about), (case, str(answer))
+            assert case.is_named_in(str(answer)), (case, str(answer))
             assert len(str(answer).splitlines()) <= 20, (case, str(answer))
         else:
             accepted += 1
@@ -365,6 +398,49 @@ def suggests(answer: str, key: str, place: str) -> bool:
     return bool(name) and f"{key}.".startswith(f"{name}.") if place == "file" else key == name
 
 
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_dry_run_writes_files_that_resolve_to_themselves_or_says_what_is_wrong(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    maker = Maker(name, tmp_path, seed=100 + len(name))
+    refused = written = 0
+    for number in range(DRY_RUNS // len(ROOTS)):
+        case, run_dir = maker.case(), tmp_path / f"run{number}"
+        with monkeypatch.context() as patch:
+            for variable, value in case.variables.items():
+                patch.setenv(variable, value)
+            # A flag, which wins: no mutation writes anywhere else.
+            status = status_of(name, [*case.argv, "--output-dir", str(run_dir), "--dry-run"])
+        said = capsys.readouterr()
+        if asks_for_help(case):
+            continue
+        if status is None:
+            written += 1
+            files = sorted((run_dir / "configs").iterdir())
+            assert sorted(said.out.splitlines()) == [f"{name}: wrote {path}" for path in files]
+            for path in files:
+                config = load(ROOTS[path.stem], ["@", str(path)], {})
+                assert not is_finite(config) or to_toml(config) == path.read_text(encoding="utf-8"), (case, path)
+        else:
+            refused += 1
+            assert str(status).startswith(f"{name}: "), (case, status)
+            assert not run_dir.exists(), (case, status)
+    assert refused > written > 0
+
+
+def status_of(name: str, argv: list[str]) -> str | int | None:
+    """What the command exits with; None where it returns."""
+    try:
+        main([name, *argv])
+    except SystemExit as exit:
+        return exit.code
+    return None
+
+
+def asks_for_help(case: Case) -> bool:
+    return bool({"-h", "--help"} & set(case.argv))
+
+
 def test_the_commands_end_with_a_sentence_and_without_a_traceback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = [list(ROOTS)[number % len(ROOTS)] for number in range(RUNS_OF_THE_COMMAND)]
@@ -387,5 +463,5 @@ def refused(maker: Maker) -> Case:
     """A case that is a mistake indeed, and none of the command's own words."""
     while True:
         case = maker.case()
-        if isinstance(attempt(maker.root, case), ConfigError) and not {"-h", "--help"} & set(case.argv):
+        if isinstance(attempt(maker.root, case), ConfigError) and not asks_for_help(case):
             return case

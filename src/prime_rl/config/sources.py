@@ -14,7 +14,7 @@ from prime_rl.config import vllm_flags
 from prime_rl.config.argv import parse_argv
 from prime_rl.config.literals import read_value
 from prime_rl.config.nearest import is_misspelt, is_one_edit_from_a_key, unknown_key
-from prime_rl.config.schema import Kind, Path
+from prime_rl.config.schema import Kind, Path, find
 from prime_rl.config.spelling import canonical
 from prime_rl.config.toml import toml_settings
 from prime_rl.config.translation import kind_at, translate
@@ -118,6 +118,7 @@ def _inside(node: object) -> list[object]:
 
 def _entry_of_list(root: type[BaseModel], setting: Setting) -> Setting:
     """A table where a list of tables belongs is its first entry."""
-    if setting.value == {} and kind_at(root, setting.path) is Kind.LIST:
+    target = find(root, setting.path) if setting.value == {} else None
+    if target and target.kind is Kind.LIST and target.sections:
         return Setting((*setting.path, 0), {}, setting.origin)
     return setting

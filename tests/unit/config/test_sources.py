@@ -48,6 +48,14 @@ def test_a_single_table_stands_for_a_list_of_one(tmp_path):
     assert [(env.id, env.args) for env in config.env] == [("a", {"n": 1})]
 
 
+def test_a_table_where_a_list_of_numbers_belongs_is_complained_of_where_it_stands(tmp_path):
+    (tmp_path / "a.toml").write_text("inference_gpu_ids = [0]\n")
+    (tmp_path / "b.toml").write_text("\n[inference_gpu_ids]\na = 1\n")
+    text = complaint(RLConfig, [f"@{tmp_path}/a.toml", f"@{tmp_path}/b.toml"])
+    assert "got a table" in text
+    assert f"({tmp_path}/b.toml:2)" in text
+
+
 def test_keys_in_files_and_variables_may_be_written_with_dashes(tmp_path):
     (tmp_path / "a.toml").write_text("max-async-level = 2\n[optim]\nweight-decay = 0.5\n")
     config = load(TrainerConfig, [f"@{tmp_path}/a.toml"], {"PRIME_OPTIM__BETAS1": "0.5", "PRIME_MODEL__SEQ-LEN": "64"})
