@@ -13,15 +13,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from prime_rl.config.compat.translation import kind, renamed
 from prime_rl.config.help import describe, entry, flag
 from prime_rl.config.load import Resolved
 from prime_rl.config.pending import note_at
+from prime_rl.config.reading.sources import unknown_key
+from prime_rl.config.reading.spelling import canonical
+from prime_rl.config.reading.variants import owners, type_of
 from prime_rl.config.schema import Path, field_at, find, is_optional
-from prime_rl.config.sources import unknown_key
-from prime_rl.config.spelling import canonical
-from prime_rl.config.translation import kind, renamed
 from prime_rl.config.values import dotted
-from prime_rl.config.variants import owners, type_of
 from prime_rl.config.writing import in_toml
 from prime_rl.errors import ConfigError
 

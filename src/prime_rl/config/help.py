@@ -8,8 +8,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.pending import note, note_at
+from prime_rl.config.reading.sources import unknown_key
 from prime_rl.config.schema import Path, default_of, documentation, field_at, find, is_optional, members, target_of
-from prime_rl.config.sources import unknown_key
 from prime_rl.errors import ConfigError
 
 SOURCES = """\

@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel
 
 from prime_rl import lifeline
-from prime_rl.config.sharing import share, share_sections
-from prime_rl.config.sources import Values, env_settings, merge, parse_argv
-from prime_rl.config.validation import validate
-from prime_rl.config.variants import leave_out_keys_of_other_types
+from prime_rl.config.reading.sharing import share, share_sections
+from prime_rl.config.reading.sources import Values, env_settings, merge, parse_argv
+from prime_rl.config.reading.validation import validate
+from prime_rl.config.reading.variants import leave_out_keys_of_other_types
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from prime_rl.config.reading.variants import owners
 from prime_rl.config.schema import Path, default_of, find
-from prime_rl.config.variants import owners
 
 SHARDED = "the trainer on several GPUs"
 SPEED = "the trainer's memory and speed options"

@@ -9,10 +9,10 @@ from prime_rl.config.help import Entry, entry, summary
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.pending import note
+from prime_rl.config.reading.variants import type_of
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import documentation, target_of
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
-from prime_rl.config.variants import type_of
 
 ROOTS: Mapping[str, type[BaseModel]] = {
     "rl": RLConfig,

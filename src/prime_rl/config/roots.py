@@ -8,17 +8,16 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
+from prime_rl.config.compat.old_values import resolve_gpu_counts
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.config.literals import whole_number
 from prime_rl.config.monitors import SharedWandbConfig
-from prime_rl.config.old_values import resolve_gpu_counts
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.schema import Path
 from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig, SlurmConfig
-from prime_rl.config.sharing import split
 from prime_rl.config.trainer import LoRAConfig, TrainerConfig
-from prime_rl.config.values import Values
+from prime_rl.config.values import Values, split
 
 _TRAINED = ("trainer", "orchestrator")
 _ALL = ("trainer", "orchestrator", "inference")

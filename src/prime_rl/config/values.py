@@ -144,3 +144,8 @@ def _key_in(node: Any, part: str | int, origin: str) -> Any:
 def dotted(path: Path) -> str:
     """A path as the user writes it."""
     return ".".join(str(part) for part in path)
+
+
+def split(key: str) -> Path:
+    """A dotted key as a path."""
+    return tuple(key.split("."))

@@ -9,7 +9,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from prime_rl.config.schema import Path
-from prime_rl.config.sharing import split
+from prime_rl.config.values import split
 from prime_rl.errors import ConfigError
 
 NOT_WRITTEN = ("clean",)

@@ -91,5 +91,5 @@ def test_a_used_directory_is_refused_or_cleaned(start, tmp_path):
 def test_a_process_without_a_log_file_writes_none(start, tmp_path):
     done = start(RL, "--data.fake", "--max-steps", "1", "--model.name", str(tmp_path / "none"), "--no-log.file")
     assert done.returncode == 1
-    assert said(done)[-1].startswith(f"trainer: model '{tmp_path / 'none'}' is neither a local directory")
+    assert said(done)[-1].startswith(f"trainer (rank 0): model '{tmp_path / 'none'}' is neither a local directory")
     assert not (tmp_path / "outputs" / "logs").exists()

@@ -11,7 +11,7 @@ from operator import itemgetter, ne
 
 from pydantic import BaseModel
 
-from prime_rl.config import translation
+from prime_rl.config.compat import translation
 from prime_rl.config.schema import Path, all_keys
 
 MAX_ANSWERS = 3

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from prime_rl.config.conflict import Conflict
+from prime_rl.config.reading.sources import unknown_key
+from prime_rl.config.reading.variants import owners, type_of
 from prime_rl.config.schema import Kind, Path, Target, default_of, field_at, find, keys_at, members, target_of
-from prime_rl.config.sources import unknown_key
 from prime_rl.config.values import Values, dotted
-from prime_rl.config.variants import owners, type_of
 from prime_rl.config.writing import in_toml
 
 MAX_KEYS = 8

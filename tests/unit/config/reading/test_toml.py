@@ -1,6 +1,6 @@
 import pytest
 
-from prime_rl.config.toml import toml_lines, toml_settings
+from prime_rl.config.reading.toml import toml_lines, toml_settings
 from prime_rl.errors import ConfigError
 
 TEXT = """\

@@ -2,8 +2,8 @@ import pytest
 
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.nearest import distance, is_misspelt, nearest_keys, unknown_key
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.reading.nearest import distance, is_misspelt, nearest_keys, unknown_key
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import TrainerConfig
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.complaints import complaints
+from prime_rl.config.reading.complaints import complaints
+from prime_rl.config.reading.variants import tables
 from prime_rl.config.schema import members
 from prime_rl.config.values import Values
-from prime_rl.config.variants import tables
 from prime_rl.errors import ConfigError
 
 Config = TypeVar("Config", bound=BaseModel)

@@ -1,4 +1,4 @@
-"""Applies the table of older spellings (`config.compat`) to single settings, before they are merged.
+"""Applies the table of older spellings (`config.compat.table`) to single settings, before they are merged.
 
 So precedence between an old and a new spelling in different places stays what it would be if both were new.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.config.compat import OLD, Entry, Gone, Refused, Repair, Rule, To
-from prime_rl.config.old_values import Found, truth
+from prime_rl.config.compat.old_values import Found, truth
+from prime_rl.config.compat.table import OLD, Entry, Gone, Refused, Repair, Rule, To
 from prime_rl.config.schema import Kind, Path, field_at, find, is_optional, target_of
 from prime_rl.config.values import Setting, Values
 from prime_rl.errors import ConfigError

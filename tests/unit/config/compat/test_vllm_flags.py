@@ -1,4 +1,4 @@
-from prime_rl.config import vllm_flags
+from prime_rl.config.compat import vllm_flags
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.schema import find
 

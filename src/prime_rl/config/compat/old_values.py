@@ -1,4 +1,4 @@
-"""What the values of older keys are now: the functions that the table in `config.compat` names.
+"""What the values of older keys are now: the functions that the table in `config.compat.table` names.
 
 Each is given what was `Found` and returns the keys to write instead, as `(path below the class, value)`; none at all is
 a key without effect. None declines: the key is meant as it stands.

@@ -4,8 +4,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from prime_rl.config.compat.translation import kind_at
 from prime_rl.config.schema import Kind, Path, field_at, find, members
-from prime_rl.config.translation import kind_at
 
 
 def canonical(root: type[BaseModel], path: Path) -> Path:

@@ -3,15 +3,15 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from prime_rl.config import translation
-from prime_rl.config.compat import OLD, Gone, Refused, Rule, To
+from prime_rl.config.compat import translation
+from prime_rl.config.compat.table import OLD, Gone, Refused, Rule, To
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.reading.spelling import canonical
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import Kind, all_keys, find, target_of
-from prime_rl.config.spelling import canonical
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.values import Setting, Values
 from prime_rl.errors import ConfigError

@@ -6,13 +6,13 @@ from pathlib import Path as FilePath
 
 from pydantic import BaseModel
 
-from prime_rl.config import translation, vllm_flags
-from prime_rl.config.compat import READ_FIRST
+from prime_rl.config.compat import translation, vllm_flags
+from prime_rl.config.compat.table import READ_FIRST
 from prime_rl.config.literals import read_value
-from prime_rl.config.nearest import is_misspelt, unknown_key
+from prime_rl.config.reading.nearest import is_misspelt, unknown_key
+from prime_rl.config.reading.spelling import canonical
+from prime_rl.config.reading.toml import toml_settings
 from prime_rl.config.schema import Kind, Path
-from prime_rl.config.spelling import canonical
-from prime_rl.config.toml import toml_settings
 from prime_rl.config.values import Setting
 from prime_rl.errors import ConfigError
 

@@ -4,8 +4,8 @@ from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.reading.sources import Setting, env_settings, merge
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.sources import Setting, env_settings, merge
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError
 

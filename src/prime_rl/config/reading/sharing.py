@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prime_rl.config.schema import Path, field_at, is_switch
-from prime_rl.config.values import Values, dotted
+from prime_rl.config.values import Values, dotted, split
 from prime_rl.errors import ConfigError
 
 
@@ -86,8 +86,3 @@ def _is_off(values: Values, root: type[BaseModel], path: Path) -> bool:
     """Whether a section around `path` is optional and not there."""
     sections = (path[:end] for end in range(1, len(path)))
     return any(is_switch(root, section) and values.get(section) is None for section in sections)
-
-
-def split(key: str) -> Path:
-    """A dotted key as a path."""
-    return tuple(key.split("."))

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
-from prime_rl.config import vllm_flags
-from prime_rl.config.argv import parse_argv
+from prime_rl.config.compat import vllm_flags
+from prime_rl.config.compat.translation import kind_at, translate
 from prime_rl.config.literals import read_value
-from prime_rl.config.nearest import is_misspelt, is_one_edit_from_a_key, unknown_key
+from prime_rl.config.reading.argv import parse_argv
+from prime_rl.config.reading.nearest import is_misspelt, is_one_edit_from_a_key, unknown_key
+from prime_rl.config.reading.spelling import canonical
+from prime_rl.config.reading.toml import toml_settings
 from prime_rl.config.schema import Kind, Path, find
-from prime_rl.config.spelling import canonical
-from prime_rl.config.toml import toml_settings
-from prime_rl.config.translation import kind_at, translate
 from prime_rl.config.values import MAX_DEPTH, Setting, Values
 from prime_rl.errors import ConfigError
 

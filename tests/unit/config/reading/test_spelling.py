@@ -3,8 +3,8 @@ import pytest
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.reading.spelling import canonical
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.spelling import canonical
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 import pytest
 
-from prime_rl.config.argv import parse_argv
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.load import load
+from prime_rl.config.reading.argv import parse_argv
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from prime_rl.config.compat import READ_FIRST
+from prime_rl.config.compat.table import READ_FIRST
 from prime_rl.config.schema import Path
 from prime_rl.config.values import Setting
 from prime_rl.errors import ConfigError

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.config import old_values as old
-from prime_rl.config import vllm_flags
-from prime_rl.config.old_values import Found, Writes, truth
+from prime_rl.config.compat import old_values as old
+from prime_rl.config.compat import vllm_flags
+from prime_rl.config.compat.old_values import Found, Writes, truth
 from prime_rl.config.schema import Kind
 
 

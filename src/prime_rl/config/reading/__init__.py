@@ -1,0 +1,1 @@
+"""From files, variables and flags to a validated configuration; each step is a module. `config.load` is the way in."""
