@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from prime_rl.cli import main
-from prime_rl.config import translation
+from prime_rl.config.compat import translation
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
