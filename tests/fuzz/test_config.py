@@ -53,7 +53,7 @@ LITERALS = {name: [key for key in KEYS[name] if takes_a_literal(root, key)] for 
 MUTATIONS = 5000
 SHARE_ON_FILES = 0.5
 DRY_RUNS = 480
-RUNS_OF_THE_COMMAND = 20
+RUNS_OF_THE_COMMAND = 12
 MIN_SHARE_OF_RIGHT_ANSWERS = 0.95
 
 JUNK: list[Any] = [

@@ -44,8 +44,9 @@ def type_of(section: type[BaseModel]) -> str:
 
 def tables(section: type[BaseModel], values: Mapping[str, Any], path: Path = ()) -> Iterator[Table]:
     """Every table below `values`, which is one of `section`; the outer before the inner."""
-    for name, field in section.model_fields.items():
-        for at, value in _entries(field, values.get(name), (*path, name)):
+    fields = section.model_fields
+    for name, field in [(name, fields[name]) for name in values if name in fields]:
+        for at, value in _entries(field, values[name], (*path, name)):
             default_type = getattr(default_of(field), "type", None)
             table = Table(at, value, target_of(field.annotation).sections, default_type)
             yield table
