@@ -21,24 +21,12 @@ from pydantic import BaseModel
 
 from prime_rl.cli import main
 from prime_rl.config.compat import translation
-from prime_rl.config.evals import EvalConfig
-from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
-from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.roots import RLConfig
+from prime_rl.config.reference import ROOTS
 from prime_rl.config.schema import Kind, all_keys, find
-from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import NOT_WRITTEN, to_toml
 from prime_rl.errors import ConfigError
 
-ROOTS: dict[str, type[BaseModel]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "eval": EvalConfig,
-    "trainer": TrainerConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-}
 KEYS = {name: sorted(set(all_keys(root))) for name, root in ROOTS.items()}
 OLD_KEYS = {name: sorted(set(translation.old_keys(root))) for name, root in ROOTS.items()}
 

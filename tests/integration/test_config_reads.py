@@ -9,24 +9,11 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from prime_rl.config.evals import EvalConfig
-from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.pending import PENDING
 from prime_rl.config.reads import recorded
-from prime_rl.config.roots import RLConfig
+from prime_rl.config.reference import ROOTS
 from prime_rl.config.schema import target_of
-from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from tests.integration.conftest import ROOT
-
-ROOTS: dict[str, type[BaseModel]] = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "sft": SFTConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "eval": EvalConfig,
-}
 
 UNIT = "tests/unit"
 TESTED = {

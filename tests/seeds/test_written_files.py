@@ -2,23 +2,11 @@
 
 import pytest
 
-from prime_rl.config.evals import EvalConfig
-from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import resolve
-from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.roots import RLConfig
-from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.config.reference import ROOTS
 from prime_rl.config.writing import to_toml
 from tests.seeds.listed import COMMANDS
 
-ROOTS = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "sft": SFTConfig,
-    "eval": EvalConfig,
-}
 FILES = [(at, name) for at, command in COMMANDS.items() for name in command.writes]
 SAMPLE = [("002-L500", "rl"), ("004-L207", "trainer"), ("003-L86", "orchestrator"), ("003-L167", "inference")]
 SAMPLE += [("002-L625", "sft"), ("002-L351", "eval")]

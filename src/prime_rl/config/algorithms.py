@@ -61,16 +61,20 @@ class LossConfig(BaseConfig):
         return self
 
 
-class CustomLossConfig(BaseConfig):
-    """A loss of your own."""
-
-    type: Literal["custom"] = "custom"
+class _CustomFunctionConfig(BaseConfig):
+    """A function of the user's."""
 
     import_path: str
     """The function, as `package.module.function` or `package.module:function`."""
 
     kwargs: dict[str, Any] = {}
     """Further arguments of the function."""
+
+
+class CustomLossConfig(_CustomFunctionConfig):
+    """A loss of your own."""
+
+    type: Literal["custom"] = "custom"
 
 
 RLLossConfig = Annotated[LossConfig | CustomLossConfig, Field(discriminator="type")]
@@ -94,16 +98,10 @@ class AdvantageConfig(BaseConfig):
     """Whether negative advantages become 0."""
 
 
-class CustomAdvantageConfig(BaseConfig):
+class CustomAdvantageConfig(_CustomFunctionConfig):
     """Advantages of your own."""
 
     type: Literal["custom"] = "custom"
-
-    import_path: str
-    """The function, as `package.module.function` or `package.module:function`."""
-
-    kwargs: dict[str, Any] = {}
-    """Further arguments of the function."""
 
 
 AnyAdvantageConfig = Annotated[AdvantageConfig | CustomAdvantageConfig, Field(discriminator="type")]

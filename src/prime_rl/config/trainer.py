@@ -175,19 +175,23 @@ class TrainerModelConfig(ModelConfig):
         return self
 
 
-class AdamWConfig(BaseConfig):
-    """AdamW (arXiv 1711.05101) with clipping of the gradient norm."""
-
-    type: Literal["adamw"] = "adamw"
+class _OptimizerConfig(BaseConfig):
+    """What optimizers have in common."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Learning rate at its peak."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled decay per step, times lr. Not applied to norms and biases."""
+    """Decay per step, times lr. Not applied to norms and biases."""
 
     max_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
+
+
+class AdamWConfig(_OptimizerConfig):
+    """AdamW (arXiv 1711.05101) with clipping of the gradient norm."""
+
+    type: Literal["adamw"] = "adamw"
 
     betas1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the running mean of the gradient."""
@@ -196,19 +200,10 @@ class AdamWConfig(BaseConfig):
     """Decay of the running mean of its square."""
 
 
-class SGDConfig(BaseConfig):
+class SGDConfig(_OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     type: Literal["sgd"] = "sgd"
-
-    lr: float = Field(default=1e-6, ge=0)
-    """Learning rate at its peak."""
-
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decay per step, times lr."""
-
-    max_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm."""
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the running mean of the gradient."""

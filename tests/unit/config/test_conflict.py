@@ -7,22 +7,10 @@ import pytest
 
 import prime_rl.config
 from prime_rl.config.conflict import Conflict
-from prime_rl.config.evals import EvalConfig
-from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
-from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.reference import ROOTS
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ConfigError
-
-ROOTS = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "sft": SFTConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "eval": EvalConfig,
-}
 
 
 def refusal(line: str) -> ConfigError:

@@ -15,15 +15,6 @@ from prime_rl.models.hf import hf_tensors, load_hf_tensors
 from prime_rl.models.native import Buffers, Kernels, NativeAttention, load_kernels
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    loaded = load_kernels()
-    if loaded is None:
-        pytest.skip("no C compiler")
-    loaded.use_torch_threads()
-    return loaded
-
-
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -185,9 +176,8 @@ def test_a_compiler_that_fails_is_reported(
     assert not list((tmp_path / "prime-rl").iterdir())
 
 
+@pytest.mark.usefixtures("kernels")
 def test_the_library_is_built_once_and_shares_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if load_kernels() is None:
-        pytest.skip("no C compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = native._build()
     written = library.stat().st_mtime_ns

@@ -10,20 +10,12 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load, resolve
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.reading.spelling import canonical
+from prime_rl.config.reference import ROOTS
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import Kind, all_keys, find, target_of
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.values import Setting, Values
 from prime_rl.errors import ConfigError
-
-ROOTS = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "sft": SFTConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "eval": EvalConfig,
-}
 
 
 def value_at(config, key: str):

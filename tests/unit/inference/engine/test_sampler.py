@@ -171,11 +171,7 @@ def test_extreme_draws_land_on_possible_tokens() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 64, 1000])
-def test_the_kernel_draws_what_torch_draws(vocab: int) -> None:
-    kernels = load_kernels()
-    if kernels is None:
-        pytest.skip("no C compiler")
-    kernels.use_torch_threads()
+def test_the_kernel_draws_what_torch_draws(vocab: int, kernels: Kernels) -> None:
     rows = [sequence(seed, temperature=0.3 + seed % 5) for seed in range(200)]
     logits = 3 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(vocab))
     expected = Sampler(CPU).sample(logits.clone(), rows)
