@@ -1,18 +1,32 @@
 """The HTTP messages between the inference server and its clients, both directions in one place.
 
-    POST /update_weights          UpdateWeightsRequest -> UpdateWeightsResponse
+    POST /update_weights          UpdateWeightsRequest -> ServedWeights
+    POST /reload_weights          (no body)            -> ServedWeights: the model that the server was started with
+    POST /init_weight_transfer    InitTransferRequest  -> StatusResponse; NCCL only
+    GET  /weights                 (no body)            -> WeightsResponse: a checksum of every tensor that is served
     POST /pause, /resume          (no body)            -> StatusResponse
     GET  /health                  (no body)            -> HealthResponse, or 503 with ErrorResponse
     POST /inference/v1/generate   GenerateRequest      -> GenerateResponse; /v1/generate is its older name
+
+Every answer of a generation route that is no stream says which weights sampled its tokens: `versions`, a list of
+`[version, number of tokens]` for every choice. A request with the header `X-Prime-Min-Version` is refused (503) by a
+server that serves older weights.
 
 Every 4xx and 5xx answer is an ErrorResponse. The generate route takes and returns token ids; its shape is that of
 vLLM's route of the same name, plus `versions`. Unknown fields of a request are ignored, as vLLM does; a field that is
 known but would change the result and is not implemented is refused, never ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+MIN_VERSION_HEADER: Final = "X-Prime-Min-Version"
+"""The oldest weights that may sample a request's tokens. A server that came back with its first weights is not asked to
+finish a rollout that newer ones began."""
+
+VersionRuns = list[tuple[int, int]]
+"""`(version, number of tokens)` runs of one choice, in the order in which its tokens were sampled."""
 
 MAX_CHOICES = 1024
 """Largest number of choices that one request may ask for (`n` times the number of prompts)."""
@@ -198,7 +212,8 @@ class GenerateResponse(Answer):
 
 
 class UpdateWeightsRequest(Message):
-    """Swap in the weights of a directory that the trainer published.
+    """Swap in what the trainer published in a directory: all weights, an adapter, or the announcement of an NCCL
+    transfer (the directory's manifest says which).
 
     Example: `{"weight_dir": "/run/weights/step_3", "version": 3}`
     """
@@ -207,25 +222,47 @@ class UpdateWeightsRequest(Message):
     version: Annotated[int, Field(ge=0)]
 
 
-class UpdateWeightsResponse(Answer):
-    """The weights now in use; `digest` is that of the directory's manifest."""
+class InitTransferRequest(Message):
+    """Join the trainer's NCCL group, in which the trainer is rank 0."""
 
-    status: Literal["ok"] = "ok"
+    host: Annotated[str, Field(min_length=1)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    """Rank of the server's first GPU."""
+
+    world_size: Annotated[int, Field(ge=2)]
+    """The trainer and all GPUs of all servers."""
+
+    timeout: Annotated[float, Field(gt=0)] = 1200.0
+    """Seconds to wait for the others."""
+
+
+class ServedWeights(Answer):
+    """The weights in use. `digest` is that of `transport.checksum`, of the tensors themselves; None for the model that
+    the server was started with."""
+
     version: int
-    digest: str
+    digest: str | None
+
+
+class WeightsResponse(ServedWeights):
+    """Every tensor that is served, under its Hugging Face name, with its checksum (`transport.checksum`)."""
+
+    tensors: dict[str, str]
 
 
 class StatusResponse(Answer):
-    """The answer of /pause and /resume."""
+    """The answer of /pause, /resume and /init_weight_transfer."""
 
-    status: Literal["paused", "resumed"]
+    status: Literal["paused", "resumed", "connected"]
 
 
-class HealthResponse(Answer):
-    """The server is able to answer requests, with weights of this version."""
+class HealthResponse(ServedWeights):
+    """The server is able to answer requests, with these weights."""
 
     status: Literal["ok"] = "ok"
-    version: int
+    instance: str
+    """Differs between two starts of a server, so that a client notices one that was restarted."""
 
 
 class ErrorInfo(Answer):

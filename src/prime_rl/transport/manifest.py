@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import xxhash
@@ -35,12 +35,37 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     xxh3: str
 
 
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One published tensor; `checksum` is that of `transport.checksum`."""
+
+    dtype: str
+    """As torch names it, without its prefix: `bfloat16`."""
+    shape: list[int]
+    checksum: str
+
+
+class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What a directory of weights stands for.
+
+    `model`: its safetensors are all weights. `adapter`: a PEFT adapter of the model that the server was started with.
+    `nccl`: no tensors; the trainer sends them, in the order of `tensors`, once `ready_file` of the directory is there.
+    """
+
+    kind: Literal["model", "adapter", "nccl"]
+    digest: str
+    """`transport.checksum.combined` of `tensors`: what a server must report after it took them."""
+    tensors: dict[str, TensorEntry]
+    """Under their Hugging Face names, in the order in which they are sent."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the marker. `files` is keyed by path relative to the directory."""
 
     format: int
     step: int
     files: dict[str, FileEntry]
+    weights: PublishedWeights | None = None
+    """Only of directories of weights."""
 
 
 @contextmanager
