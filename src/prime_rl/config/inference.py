@@ -121,6 +121,10 @@ class InferenceConfig(ProcessConfig):
     enable_prefix_caching: bool = True
     """Whether prompts share the KV blocks of a common beginning (a group's prompt is computed once)."""
 
+    kv_cache_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of running requests when weights are updated: they go on with what the older weights
+    computed, or compute it anew. Either way, no later request is given what older weights computed."""
+
     enable_lora: bool = False
     """Whether adapters can be loaded; with `rl` it follows from `trainer.model.lora`."""
 
