@@ -1,4 +1,4 @@
-"""The routes beside generation: health, models, tokenize, metrics, pause, resume and new weights."""
+"""The routes beside generation: health, pause, resume and new weights."""
 
 import asyncio
 from pathlib import Path
@@ -7,14 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.errors import ArtifactError, ModelError
-from prime_rl.inference.chat import render
 from prime_rl.inference.http import HttpError, json_response, read_json
-from prime_rl.inference.metrics import exposition
-from prime_rl.inference.requests import TokenizeRequest, parse
+from prime_rl.inference.requests import parse
 from prime_rl.inference.service import Service
 from prime_rl.logs import get_logger
 from prime_rl.transport import manifest
-from prime_rl.transport.api import HealthResponse, StatusResponse, UpdateWeightsRequest, UpdateWeightsResponse
+from prime_rl.transport.api import HealthResponse, ServedWeights, StatusResponse, UpdateWeightsRequest
 
 logger = get_logger(__name__)
 
@@ -23,46 +21,7 @@ async def health(request: Request) -> Response:
     """200 while requests can be answered, else 503 with the reason and when to ask again."""
     service: Service = request.app.state.service
     service.check_health()
-    return json_response(HealthResponse(version=service.backend.stats().version).model_dump())
-
-
-async def models(request: Request) -> Response:
-    """The one model that is served."""
-    service: Service = request.app.state.service
-    card = {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "prime-rl",
-        "root": service.model_root,
-        "parent": None,
-        "max_model_len": service.limits.max_model_len,
-        "permission": [],
-    }
-    return json_response({"object": "list", "data": [card]})
-
-
-async def tokenize(request: Request) -> Response:
-    """The token ids of a prompt or of messages."""
-    service: Service = request.app.state.service
-    body = parse(await read_json(request), TokenizeRequest)
-    service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise HttpError("give either prompt or messages", param="prompt")
-    if body.prompt is None:
-        ids = render(service, body)
-    else:
-        ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    strings = [service.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
-    return json_response(
-        {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids, "token_strs": strings}
-    )
-
-
-async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
-    service: Service = request.app.state.service
-    return Response(exposition(service.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return json_response(HealthResponse(version=service.backend.stats().version, digest=None, instance="").model_dump())
 
 
 async def pause(request: Request) -> Response:
@@ -100,4 +59,4 @@ async def _update(service: Service, body: UpdateWeightsRequest) -> Response:
         except (ArtifactError, ModelError, OSError) as error:
             raise HttpError(f"cannot load weights {body.version}: {error}", param="weight_dir") from error
     logger.info("Serving weights %d from %s", body.version, directory)
-    return json_response(UpdateWeightsResponse(version=body.version, digest=digest).model_dump())
+    return json_response(ServedWeights(version=body.version, digest=digest).model_dump())

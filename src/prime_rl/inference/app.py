@@ -8,63 +8,42 @@ POST /tokenize
 POST /update_weights, /pause, /resume              administration
 """
 
-import hmac
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prime_rl.inference import admin
+from prime_rl.inference import admin, info
 from prime_rl.inference.backend import EngineFailed, RequestError
 from prime_rl.inference.chat import chat_completions
 from prime_rl.inference.completions import completions
+from prime_rl.inference.gate import BearerKey, MinVersion
 from prime_rl.inference.generate import generate
 from prime_rl.inference.http import HttpError, error_response
 from prime_rl.inference.service import Service
-
-
-class BearerKey:
-    """Asks for `Authorization: Bearer <key>` on every route but /health."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        answer = error_response("the API key is missing or wrong: send Authorization: Bearer <key>", status=401)
-        await answer(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
 
 
 def build_app(service: Service, api_key: str | None) -> Starlette:
     """The application; it does not own the backend."""
     routes = [
         Route("/health", admin.health, methods=["GET"]),
-        Route("/metrics", admin.metrics, methods=["GET"]),
-        Route("/v1/models", admin.models, methods=["GET"]),
+        Route("/metrics", info.metrics, methods=["GET"]),
+        Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/inference/v1/generate", generate, methods=["POST"]),
         Route("/v1/generate", generate, methods=["POST"]),
-        Route("/tokenize", admin.tokenize, methods=["POST"]),
+        Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/update_weights", admin.update_weights, methods=["POST"]),
         Route("/pause", admin.pause, methods=["POST"]),
         Route("/resume", admin.resume, methods=["POST"]),
     ]
+    keys = [Middleware(BearerKey, key=api_key)] if api_key else []
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(BearerKey, key=api_key)] if api_key else [],
+        middleware=[*keys, Middleware(MinVersion, served=lambda: service.backend.stats().version)],
         exception_handlers={
             HttpError: _on_http_error,
             RequestError: _on_request_error,

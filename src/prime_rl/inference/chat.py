@@ -112,7 +112,6 @@ class ChatShape:
             "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
-            "versions": [token.version for token in part.tokens],
         }
         if body.logprobs:
             rest["logprobs"] = chat_logprobs(

@@ -109,7 +109,6 @@ class CompletionShape:
             "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
-            "versions": [token.version for token in part.tokens],
         }
         if body.logprobs is not None:
             choice["logprobs"] = completion_logprobs(

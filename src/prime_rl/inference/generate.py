@@ -79,7 +79,6 @@ class GenerateShape:
         return {
             "index": index,
             "token_ids": [token.token_id for token in part.tokens],
-            "versions": [token.version for token in part.tokens],
             "logprobs": None if num_top is None else generate_logprobs(part.tokens, num_top=num_top),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,

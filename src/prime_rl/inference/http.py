@@ -57,9 +57,11 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(encode(content), status, headers, media_type="application/json")
 
 
-def error_response(message: str, *, status: int, param: str | None = None) -> Response:
-    """An error as JSON; one that may pass says when to ask again."""
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_AFTER_S)}}.get(status)
+def error_response(
+    message: str, *, status: int, param: str | None = None, retry_after_s: int = RETRY_AFTER_S
+) -> Response:
+    """An error as JSON; one that may pass (503) says after how many seconds to ask again."""
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(retry_after_s)}}.get(status)
     # An error may quote what the client sent, which need not be encodable.
     readable = message.encode("utf-8", errors="replace").decode("utf-8")
     return json_response(error_body(readable, status=status, param=param), status, headers)

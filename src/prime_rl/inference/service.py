@@ -11,20 +11,21 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prime_rl.inference.backend import Backend, GenerationRequest
+from prime_rl.inference.backend import Backend, GenerationRequest, TokenOutput
 from prime_rl.inference.generation import Choice, Completion, Delta, Generator
 from prime_rl.inference.http import EventStream, HttpError, json_response, until_disconnect
 from prime_rl.inference.metrics import BackendCollector, RequestMetrics
 from prime_rl.inference.requests import Limits, sampling_params, stop_strings
 from prime_rl.inference.text import Stops, TextStream
 from prime_rl.inference.tokenizer import TextTokenizer
-from prime_rl.transport.api import SamplingFields, StreamOptions
+from prime_rl.transport.api import SamplingFields, StreamOptions, VersionRuns
 
 Json = dict[str, Any]
 
@@ -33,7 +34,7 @@ class Shape(Protocol):
     """How a route spells its answer."""
 
     def whole(self, completions: Sequence[Completion]) -> Json:
-        """The answer in one document, without usage."""
+        """The answer in one document, without usage and versions."""
         ...
 
     def opening(self) -> list[Json]:
@@ -148,7 +149,11 @@ class Service:
             return EventStream(self._events(shape, choices, num_prompt_tokens, options or StreamOptions()))
         completions = await until_disconnect(request.receive, self.generator.complete(choices))
         num_sampled = sum(len(completion.tokens) for completion in completions)
-        return json_response(shape.whole(completions) | {"usage": usage(num_prompt_tokens, num_sampled)})
+        return json_response(
+            shape.whole(completions)
+            | {"usage": usage(num_prompt_tokens, num_sampled)}
+            | {"versions": [version_runs(completion.tokens) for completion in completions]}
+        )
 
     async def _events(
         self, shape: Shape, choices: list[Choice], num_prompt_tokens: int, options: StreamOptions
@@ -165,6 +170,11 @@ class Service:
                 yield chunk
         if options.include_usage:
             yield shape.closing() | {"usage": usage(num_prompt_tokens, num_sampled)}
+
+
+def version_runs(tokens: Sequence[TokenOutput]) -> VersionRuns:
+    """Which weights sampled the tokens of one choice, in order."""
+    return [(version, len(list(run))) for version, run in groupby(token.version for token in tokens)]
 
 
 def usage(num_prompt_tokens: int, num_sampled: int) -> dict[str, int]:

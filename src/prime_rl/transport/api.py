@@ -180,9 +180,6 @@ class GenerateChoice(Answer):
     token_ids: list[int]
     """[T]"""
 
-    versions: list[int]
-    """[T] the weights version that produced each token."""
-
     logprobs: Logprobs | None = None
     """[T]"""
 
@@ -209,6 +206,8 @@ class GenerateResponse(Answer):
     created: int | None = None
     choices: list[GenerateChoice]
     usage: Usage | None = None
+    versions: list[VersionRuns] | None = None
+    """One entry per choice; the counts of a choice sum to its sampled tokens. Not in chunks of a stream."""
 
 
 class UpdateWeightsRequest(Message):

@@ -13,7 +13,7 @@ async def test_a_chat_completion_has_what_the_stock_client_expects(serve, make_b
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "hello")
     assert (choice.finish_reason, choice.logprobs, choice.stop_reason) == ("stop", None, None)
-    assert choice.versions == [0, 0, 0]
+    assert answer.versions == [[[0, 3]]]
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
     assert answer.id.startswith("chatcmpl-")
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3 + answer.usage.prompt_tokens)
@@ -63,7 +63,7 @@ async def test_a_stream_sends_the_role_then_the_pieces_then_the_usage(serve, mak
     assert all("\ufffd" not in chunk.choices[0].delta.content for chunk in middle)
     assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * (len(middle) - 1) + ["stop"]
     num_tokens = sum(len(chunk.choices[0].token_ids) for chunk in middle)
-    assert sum(len(chunk.choices[0].versions) for chunk in middle) == num_tokens
+    assert not any("versions" in chunk.model_extra for chunk in chunks)
     assert sum(len(chunk.choices[0].logprobs.content) for chunk in middle) == num_tokens
     assert last.choices == []
     assert last.usage.completion_tokens == num_tokens
@@ -191,18 +191,24 @@ async def test_a_final_message_can_be_continued(serve, make_backend, say, tokeni
     assert tokenizer.decode(request.prompt_ids, skip_special_tokens=False).endswith("assistant\nSo")
 
 
-async def test_the_versions_of_a_choice_follow_new_weights(serve, make_backend, tmp_path):
-    backend = make_backend()
+async def test_the_versions_of_every_choice_follow_new_weights(serve, make_backend, eventually, tmp_path):
+    def hold_at_five(prompt_ids, index):
+        if index == 5 and backend.version == 0:
+            backend.gate.clear()
+        return 65
+
+    backend = make_backend(script=hold_at_five)
     async with serve(backend) as running:
-        stream = await running.openai.chat.completions.create(model="tiny", messages=HI, stream=True, max_tokens=50)
-        versions = []
-        async for chunk in stream:
-            versions += getattr(chunk.choices[0], "versions", [])
-            if len(versions) == 5:
-                await backend.update_weights(tmp_path, 7)
-    assert len(versions) == 50
-    assert set(versions) == {0, 7}
-    assert versions == sorted(versions)
+        request = asyncio.create_task(
+            running.openai.chat.completions.create(model="tiny", messages=HI, n=2, max_tokens=50)
+        )
+        await eventually(lambda: not backend.gate.is_set())
+        await backend.update_weights(tmp_path, 7)
+        backend.gate.set()
+        versions = (await request).versions
+    for runs in versions:
+        assert [version for version, _ in runs] == [0, 7]
+        assert sum(count for _, count in runs) == 50
 
 
 async def test_a_model_without_template_says_how_else_to_ask(serve, make_backend, templateless):

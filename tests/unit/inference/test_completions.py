@@ -5,7 +5,7 @@ async def test_a_prompt_of_text_is_completed(serve, make_backend, say):
     async with serve(make_backend(script=say("hello"))) as running:
         answer = await running.openai.completions.create(model="tiny", prompt="hi")
     (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason, choice.versions) == ("hello", "stop", [0, 0, 0])
+    assert (choice.text, choice.finish_reason, answer.versions) == ("hello", "stop", [[[0, 3]]])
     assert (answer.object, answer.usage.prompt_tokens, answer.usage.completion_tokens) == ("text_completion", 2, 3)
 
 

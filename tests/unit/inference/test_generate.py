@@ -22,7 +22,7 @@ async def test_tokens_go_in_and_tokens_come_out(serve, make_backend, say, route)
     response = GenerateResponse.model_validate_json(answer.content)
     (choice,) = response.choices
     assert response.request_id == "mine"
-    assert (choice.token_ids, choice.versions) == ([256, 257, 260], [0, 0, 0])
+    assert (choice.token_ids, response.versions) == ([256, 257, 260], [[(0, 3)]])
     assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
     assert [(entry.token, entry.logprob) for entry in choice.logprobs.content] == [
         ("token_id:256", -0.01),

@@ -67,8 +67,8 @@ def test_an_update_needs_a_directory_and_a_version(body):
 
 
 def test_answers_hold_nothing_unknown():
-    choice = {"index": 0, "token_ids": [1], "versions": [0], "finish_reason": "stop"}
-    GenerateResponse.model_validate({"request_id": "r", "choices": [choice]})
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop"}
+    GenerateResponse.model_validate({"request_id": "r", "choices": [choice], "versions": [[(3, 1)]]})
     with pytest.raises(ValidationError):
         GenerateResponse.model_validate({"request_id": "r", "choices": [choice | {"text": "a"}]})
     with pytest.raises(ValidationError):

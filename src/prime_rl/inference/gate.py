@@ -1,0 +1,76 @@
+"""What a request must pass before any route sees it: the bearer key, and weights that are new enough.
+
+Plain ASGI, so that both backends use the same: in front of our own application, and of vLLM's.
+"""
+
+import hmac
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prime_rl.inference.http import error_response
+from prime_rl.transport.api import MIN_VERSION_HEADER
+
+GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/generate"})
+"""The routes that sample tokens."""
+
+OUTDATED_RETRY_S = 1
+"""When a client may ask again whether newer weights have come: an update takes about as long."""
+
+
+class BearerKey:
+    """Asks for `Authorization: Bearer <key>` on every route but /health, WebSockets included."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            answer = error_response("the API key is missing or wrong: send Authorization: Bearer <key>", status=401)
+            await answer(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
+
+
+class MinVersion:
+    """Refuses (503) to sample with weights older than the request's `X-Prime-Min-Version`.
+
+    `served` tells the version that tokens are sampled with now; it is asked once a request that has the header.
+    """
+
+    def __init__(self, app: ASGIApp, served: Callable[[], int]) -> None:
+        self._app = app
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = None
+        if scope["type"] == "http" and scope["path"] in GENERATION_ROUTES:
+            asked = _header(scope, MIN_VERSION_HEADER.lower().encode())
+        if asked is None:
+            await self._app(scope, receive, send)
+        elif not asked.isdigit() or len(asked) > 18:
+            answer = error_response(f"{MIN_VERSION_HEADER} must be a version of the weights: 0, 1, 2, ...", status=400)
+            await answer(scope, receive, send)
+        elif (served := self._served()) < int(asked):
+            answer = error_response(
+                f"this server samples with weights {served}, and the request asks for {int(asked)} or newer; "
+                "ask again when they have arrived, or ask another server",
+                status=503,
+                retry_after_s=OUTDATED_RETRY_S,
+            )
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """The first value of a header; ASGI gives their names in lower case."""
+    return next((value for key, value in scope["headers"] if key == name), None)

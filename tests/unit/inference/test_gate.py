@@ -1,0 +1,78 @@
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from prime_rl.inference.gate import BearerKey, MinVersion
+from prime_rl.transport.api import MIN_VERSION_HEADER, ErrorResponse
+
+GENERATE = "/inference/v1/generate"
+
+
+async def say_hi(websocket):
+    await websocket.accept()
+    await websocket.send_text("hi")
+    await websocket.close()
+
+
+def app():
+    async def ok(request):
+        return PlainTextResponse("ok")
+
+    return Starlette(
+        routes=[
+            WebSocketRoute("/v1/realtime", say_hi),
+            Mount("/", routes=[Route("/{path:path}", ok, methods=["GET", "POST"])]),
+        ]
+    )
+
+
+def client_of(gated):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(gated), base_url="http://server")
+
+
+async def test_the_key_is_asked_of_every_route_but_health():
+    async with client_of(BearerKey(app(), "s3cret")) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health/")).status_code == 401
+        assert (await client.get("/anything")).status_code == 401
+        assert (await client.get("/anything", headers={"Authorization": "Bearer s3cret"})).status_code == 200
+
+
+def test_a_websocket_without_the_key_is_closed_before_it_opens():
+    client = TestClient(BearerKey(app(), "s3cret"))
+    with pytest.raises(WebSocketDisconnect) as refusal, client.websocket_connect("/v1/realtime"):
+        pass
+    assert refusal.value.code == 1008
+    with client.websocket_connect("/v1/realtime", headers={"Authorization": "Bearer s3cret"}) as websocket:
+        assert websocket.receive_text() == "hi"
+
+
+@pytest.mark.parametrize(("asked", "status"), [("0", 200), ("3", 200), ("4", 503), ("100", 503)])
+async def test_older_weights_than_asked_for_do_not_sample(asked, status):
+    async with client_of(MinVersion(app(), lambda: 3)) as client:
+        answer = await client.post(GENERATE, headers={MIN_VERSION_HEADER: asked})
+    assert answer.status_code == status
+    if status == 503:
+        assert answer.headers["retry-after"] == "1"
+        assert "weights 3" in ErrorResponse.model_validate_json(answer.content).error.message
+
+
+async def test_only_generation_asks_for_a_version():
+    async with client_of(MinVersion(app(), lambda: 0)) as client:
+        for route in ("/v1/models", "/health", "/update_weights"):
+            assert (await client.get(route, headers={MIN_VERSION_HEADER: "9"})).status_code == 200
+        for route in ("/v1/chat/completions", "/v1/completions", GENERATE, "/v1/generate"):
+            assert (await client.post(route)).status_code == 200
+            assert (await client.post(route, headers={MIN_VERSION_HEADER: "9"})).status_code == 503
+
+
+@pytest.mark.parametrize("asked", ["", "new", "-1", "1.5", "9" * 30])
+async def test_a_version_that_is_no_number_is_a_400(asked):
+    async with client_of(MinVersion(app(), lambda: 3)) as client:
+        answer = await client.post(GENERATE, headers={MIN_VERSION_HEADER: asked})
+    assert answer.status_code == 400
+    assert MIN_VERSION_HEADER in answer.json()["error"]["message"]
