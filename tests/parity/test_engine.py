@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,7 @@ from prime_rl.inference.backend import GenerationRequest, SamplingParams, TokenO
 from prime_rl.inference.engine.build import build_engine
 from prime_rl.inference.engine.engine import Engine
 from prime_rl.models.attention import PackedAttention
-from prime_rl.models.hf import hf_tensors, load_decoder
-from prime_rl.transport.weights import publish_weights
+from prime_rl.models.hf import load_decoder
 
 VOCAB = 101
 SHAPE = {
@@ -253,58 +252,3 @@ async def test_a_groups_prompt_is_computed_once_also_when_all_arrive_at_once(tmp
         stats = engine.stats()
     assert stats.prompt_tokens_total == 8 * 33
     assert stats.prefix_hit_tokens_total == 7 * 32
-
-
-async def swapped(
-    engine: Engine, request: GenerationRequest, after: int, swap: Callable[[], Awaitable[None]]
-) -> list[TokenOutput]:
-    """Complete a request, with `swap` awaited once `after` tokens have come."""
-    outputs: list[TokenOutput] = []
-    done = False
-    async for items in engine.generate(request):
-        outputs += items
-        if len(outputs) >= after and not done:
-            done = True
-            await swap()
-    return outputs
-
-
-async def test_weights_swap_under_running_requests_which_keep_their_past(tmp_path: Path) -> None:
-    first, second = save_model(tmp_path / "a"), save_model(tmp_path / "b", seed=1)
-    published = publish_weights(
-        hf_tensors(load_decoder(str(second))), step=3, weights_dir=tmp_path / "weights", assets=second
-    )
-    prompt = prompts_of([20])[0]
-    request = requests_of([prompt], max_tokens=200)[0]
-
-    async with running(first) as engine:
-        before = await complete(engine, request)
-        outputs = await swapped(engine, request, 5, lambda: engine.update_weights(published, 3))
-        assert engine.version == 3
-        hits = engine.stats().prefix_hit_tokens_total
-        fresh = await complete(engine, request)
-        assert engine.stats().prefix_hit_tokens_total == hits  # what older weights left is not found
-    async with running(second) as engine:
-        expected_fresh = await complete(engine, request)
-
-    versions = [output.version for output in outputs]
-    switch = versions.index(3)
-    assert versions == [0] * switch + [3] * (200 - switch)
-    assert 5 <= switch < 200
-    assert tokens([outputs])[0][:switch] == tokens([before])[0][:switch]
-    assert tokens([fresh]) == tokens([expected_fresh])
-
-
-async def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(tmp_path: Path) -> None:
-    directory = save_model(tmp_path / "a")
-    other = save_model(tmp_path / "b", "llama")
-    published = publish_weights(
-        hf_tensors(load_decoder(str(other))), step=1, weights_dir=tmp_path / "weights", assets=other
-    )
-    request = requests_of(prompts_of([9]))[0]
-    async with running(directory) as engine:
-        before = await complete(engine, request)
-        with pytest.raises(ValueError, match=r"lack .*k_norm|q_norm"):
-            await engine.update_weights(published, 1)
-        assert engine.version == 0
-        assert tokens([await complete(engine, request)]) == tokens([before])

@@ -4,16 +4,20 @@ Text, chat templates and stop strings are the server's business. `engine.engine.
 implement `Backend`.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from prime_rl.errors import PrimeRLError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RequestError(PrimeRLError, ValueError):
@@ -158,8 +162,17 @@ class Backend(Protocol):
         """Raise RequestError now for a request that `generate` would refuse, without queueing it."""
         ...
 
-    async def update_weights(self, weight_dir: Path, version: int) -> None:
-        """Verify the directory, then swap its weights in between two steps; running requests keep going."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """The parameters in use, not copies, under their Hugging Face names. Only `update_weights` may write them."""
+        ...
+
+    async def update_weights(self, swap: Callable[[], None], version: int, *, recompute: bool = False) -> None:
+        """Run `swap`, which writes into `weights()`, between two steps; from the next token on `version` samples.
+
+        Running requests keep going, with the keys and values that they have or, with `recompute`, with new ones of all
+        their tokens. What older weights computed is shared with nobody any more. `swap` runs on the engine's thread;
+        what it raises ends the engine (EngineFailed here and for all requests), so that nothing half-written serves.
+        """
         ...
 
     async def pause(self) -> None:

@@ -5,10 +5,19 @@ give equal completions.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-from prime_rl.inference.backend import EngineStats, FinishReason, GenerationRequest, RequestError, TokenOutput
+import torch
+from torch import Tensor
+
+from prime_rl.inference.backend import (
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    TokenOutput,
+)
 
 
 def default_script(prompt_ids: Sequence[int], index: int) -> int:
@@ -20,7 +29,7 @@ class FakeBackend:
     """Generates `script` tokens, one a turn of the event loop, with logprob -(index + 1) / 100.
 
     `gate` is an event that generation waits on before each token: clear it to hold requests in flight.
-    `failure`, when set, is raised by every running and later request.
+    `failure`, when set, is raised by every running and later request. `updates` are (version, recompute) pairs.
     """
 
     def __init__(
@@ -41,7 +50,8 @@ class FakeBackend:
         self.failure: BaseException | None = None
         self.running: set[str] = set()
         self.cancelled: list[str] = []
-        self.updates: list[tuple[Path, int]] = []
+        self.tensors = {"embed.weight": torch.zeros(4, 2), "norm.weight": torch.ones(2)}
+        self.updates: list[tuple[int, bool]] = []
         self.requests: list[GenerationRequest] = []
         self.generated = 0
         self.closed = False
@@ -100,8 +110,16 @@ class FakeBackend:
             finish_reason=reason,
         )
 
-    async def update_weights(self, weight_dir: Path, version: int) -> None:
-        self.updates.append((weight_dir, version))
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    async def update_weights(self, swap: Callable[[], None], version: int, *, recompute: bool = False) -> None:
+        try:
+            swap()
+        except Exception as error:
+            self.failure = EngineFailed(f"the inference engine failed: {error}")
+            raise self.failure from error
+        self.updates.append((version, recompute))
         self.version = version
 
     async def pause(self) -> None:

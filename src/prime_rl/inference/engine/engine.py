@@ -15,11 +15,12 @@ A request whose own parameters leave nothing to draw fails alone.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from random import Random
 from typing import Any
+
+from torch import Tensor
 
 from prime_rl.inference.backend import (
     EngineFailed,
@@ -32,6 +33,7 @@ from prime_rl.inference.engine.runner import Runner
 from prime_rl.inference.engine.sampler import Sampled
 from prime_rl.inference.engine.scheduler import Scheduler, Sequence
 from prime_rl.logs import get_logger
+from prime_rl.models.hf import hf_tensors
 
 logger = get_logger(__name__)
 
@@ -131,15 +133,16 @@ class Engine:
             seed=seed,
         )
 
-    async def update_weights(self, weight_dir: Path, version: int) -> None:
-        pairs = await asyncio.to_thread(self.runner.read_weights, weight_dir)
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(hf_tensors(self.runner.decoder))
 
-        def swap() -> None:
-            self.runner.swap_weights(pairs)
-            self.scheduler.weights_changed()
+    async def update_weights(self, swap: Callable[[], None], version: int, *, recompute: bool = False) -> None:
+        def update() -> None:
+            self.runner.swap_weights(swap)
+            self.scheduler.weights_changed(recompute=recompute)
             self.version = version
 
-        await self._call(swap)
+        await self._call(update, ends_engine=True)
 
     async def pause(self) -> None:
         await self._call(lambda: setattr(self, "_paused", True))
@@ -181,8 +184,11 @@ class Engine:
         if ended:
             command()
 
-    async def _call(self, command: Callable[[], None]) -> None:
-        """Run `command` on the engine thread and wait for it; its exception is raised here and ends nothing else."""
+    async def _call(self, command: Callable[[], None], *, ends_engine: bool = False) -> None:
+        """Run `command` on the engine thread and wait for it; its exception is raised here.
+
+        It ends nothing else unless `ends_engine`: then the engine fails with it.
+        """
         done: Future[None] = Future()
 
         def run() -> None:
@@ -191,7 +197,10 @@ class Engine:
                 return
             try:
                 command()
-            except Exception as error:  # noqa: BLE001 (a supervision point: handed to the caller)
+            except Exception as error:
+                if ends_engine:
+                    self._submit(run)  # for `_end`, which makes the failure known first
+                    raise
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -219,10 +228,10 @@ class Engine:
             with self._changed:
                 while not self._commands and (self._paused or not self.scheduler.has_work) and not self._closing:
                     self._changed.wait()
-                commands, self._commands = self._commands, deque()
-            for command in commands:
+                command = self._commands.popleft() if self._commands else None
+            if command is not None:
                 command()
-            if self._closing or (self.scheduler.has_work and not self._paused):
+            elif self._closing or (self.scheduler.has_work and not self._paused):
                 return
 
     def _add(self, stream: _Stream) -> None:

@@ -1,9 +1,8 @@
 """Computes one scheduled step: arrays from chunks, the decoder over the block cache, one sampled token a sequence."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,9 +13,7 @@ from prime_rl.inference.engine.scheduler import Chunk, Sequence
 from prime_rl.models.attention import Attention, PagedAttention, PagedCache, PagedStep
 from prime_rl.models.decoder import Decoder
 from prime_rl.models.fused import FusedDecoder
-from prime_rl.models.hf import match_hf_tensors
 from prime_rl.models.native import Buffers, Kernels, NativeAttention, supports
-from prime_rl.transport.weights import read_weights
 
 
 class Runner:
@@ -91,15 +88,7 @@ class Runner:
         )
         return torch.tensor(ids, dtype=torch.int64), step
 
-    def read_weights(self, weight_dir: Path) -> list[tuple[Tensor, Tensor]]:
-        """Read and check a weights directory without touching the model; safe in any thread.
-
-        Raises: ArtifactError when the directory is incomplete or damaged, ModelError when it does not fit the model.
-        """
-        return list(match_hf_tensors(self.decoder, read_weights(weight_dir)))
-
     @torch.inference_mode()
-    def swap_weights(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy what `read_weights` returned into the model."""
-        for parameter, tensor in pairs:
-            parameter.copy_(tensor)
+    def swap_weights(self, swap: Callable[[], None]) -> None:
+        """Run `swap`, which writes the decoder's parameters in place."""
+        swap()

@@ -123,11 +123,19 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def weights_changed(self) -> None:
-        """Values in the cache are now those of older weights: use them up, but share them no more."""
+    def weights_changed(self, *, recompute: bool = False) -> None:
+        """Values in the cache are now those of older weights: share them no more, and use them up or `recompute` them.
+
+        Recomputing is preemption of all that run, without its cause: they keep their tokens and their turn.
+        """
         self.cache.renew()
-        for sequence in self.running:
+        for sequence in reversed(self.running):
             sequence.content_id = None
+            if recompute:
+                self._give_back(sequence)
+                self.waiting.appendleft(sequence)
+        if recompute:
+            self.running.clear()
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to the running ones when blocks for all its tokens are free."""
