@@ -46,6 +46,9 @@ def _rl_files(config: "RLConfig") -> "Files":
 
 
 def _rl(config: "RLConfig") -> None:
+    if config.bench:
+        _rl_bench(config)
+        return
     from prime_rl.config.writing import write_toml
     from prime_rl.launch.local import Stopped, run_local, this_machine
     from prime_rl.launch.plan import plan_rl
@@ -73,6 +76,37 @@ def _rl(config: "RLConfig") -> None:
         raise
     logger.info("complete")
     console.closing()
+
+
+def _rl_bench(config: "RLConfig") -> None:
+    import shutil
+    from dataclasses import replace
+
+    from prime_rl.config.bench import BENCH_STEPS, bench_dir, training_bench
+    from prime_rl.launch.local import Stopped, run_local, this_machine
+    from prime_rl.launch.plan import plan_rl
+    from prime_rl.monitors.base import read_metrics
+    from prime_rl.paths import RunPaths, claim_run_dir
+    from prime_rl.view.bench import GENERATION, TRAINING, mean_of, table
+
+    specs = plan_rl(config, this_machine(os.environ))
+    directory = bench_dir(config.output_dir)
+    claim_run_dir(directory, clean=True)
+    paths, batch_size = RunPaths(directory), config.orchestrator.batch_size
+    print(f"measuring {config.model.name}, {BENCH_STEPS} steps a side; logs in {paths.logs}/", flush=True)
+    try:
+        run_local([spec for spec in specs if spec.name != "trainer"], directory)
+        rows = read_metrics(paths.metrics("orchestrator"))
+        print(f"\n{table('generation', rows, GENERATION)}", flush=True)
+        trainer = training_bench(
+            config.trainer, batch_size=batch_size, mean_tokens=mean_of(rows, "seq_len/mean"), seq_len=config.seq_len
+        )
+        run_local([replace(spec, config=trainer) for spec in specs if spec.name == "trainer"], directory)
+    except (KeyboardInterrupt, Stopped):
+        sys.exit(130)
+    finally:
+        shutil.rmtree(paths.weights, ignore_errors=True)  # nobody will read them
+    print(f"\n{table('training', read_metrics(paths.metrics('trainer')), TRAINING)}")
 
 
 def sft(argv: Sequence[str] | None = None) -> None:
@@ -104,10 +138,29 @@ def orchestrator(argv: Sequence[str] | None = None) -> None:
 def _orchestrator(config: "OrchestratorConfig") -> None:
     from prime_rl.config.command import begin
 
+    if config.bench:
+        _orchestrator_bench(config)
+        return
     begin("orchestrator", config)
     from prime_rl.orchestrator.orchestrator import run
 
     run(config)
+
+
+def _orchestrator_bench(config: "OrchestratorConfig") -> None:
+    from prime_rl.config.bench import generation_bench
+    from prime_rl.config.command import begin
+    from prime_rl.monitors.base import read_metrics
+    from prime_rl.orchestrator.orchestrator import run
+    from prime_rl.paths import RunPaths
+    from prime_rl.view.bench import GENERATION, table
+
+    config = generation_bench(config)
+    metrics = RunPaths(config.output_dir).metrics("orchestrator")
+    metrics.unlink(missing_ok=True)
+    begin("orchestrator", config)
+    run(config)
+    print(table("generation", read_metrics(metrics), GENERATION))
 
 
 def inference(argv: Sequence[str] | None = None) -> None:

@@ -147,7 +147,7 @@ PENDING: dict[str, Pending] = {
         ],
         Pending(MONITORS),
     ),
-    **dict.fromkeys(["_BaseTrainerConfig.bench", "OrchestratorConfig.bench", "RLConfig.bench"], Pending(BENCHMARKS)),
+    **dict.fromkeys(["_BaseTrainerConfig.bench"], Pending(BENCHMARKS)),
     **dict.fromkeys(
         [
             *("SFTDataConfig.subsets", "SFTDataConfig.probabilities", "SFTDataConfig.stopping_strategy"),

@@ -14,7 +14,6 @@ from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ParallelConfi
 from prime_rl.config.literals import whole_number
 from prime_rl.config.monitors import SharedWandbConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.schema import Path
 from prime_rl.config.shared import DEFAULT_MODEL, BaseConfig, ProcessConfig, SharedLogConfig, SlurmConfig
 from prime_rl.config.trainer import LoRAConfig, TrainerConfig
 from prime_rl.config.values import Values, split
@@ -121,7 +120,7 @@ class RLConfig(ProcessConfig):
     def prepare(cls, values: Values) -> None:
         """Fill in, before validation, what follows from other keys."""
         resolve_gpu_counts(values)
-        _bench_both(values)
+        _measure_generation(values)
         _name_wandb_runs(values)
         _fit_server_to_run(values)
         _fit_parallelism_to_gpus(values)
@@ -212,18 +211,10 @@ def _is_on(values: Values, section: str) -> bool:
     return isinstance(values.get(split(section)), dict)
 
 
-def _bench_both(values: Values) -> None:
-    """Trainer and inference are measured, the trainer on batches of the size that it would get."""
-    if str(values.get(("bench",))).lower() != "true":
-        return
-    sizes: dict[str, Path] = {"batch_size": ("orchestrator", "batch_size"), "seq_len": ("seq_len",)}
-    for path, value in ((("trainer", "bench"), {}), (("orchestrator", "bench"), True)):
-        if values.get(path) is None:
-            values.fill(path, value, ("bench",))
-    for key, source in sizes.items():
-        fake = ("trainer", "data", "fake", key)
-        if values.get(fake) is None and values.get(source) is not None:
-            values.fill(fake, values.get(source), source)
+def _measure_generation(values: Values) -> None:
+    """Generation is measured by the orchestrator; then the trainer alone, on batches like those (`config.bench`)."""
+    if str(values.get(("bench",))).lower() == "true" and values.get(("orchestrator", "bench")) is None:
+        values.fill(("orchestrator", "bench"), True, ("bench",))
 
 
 def _name_wandb_runs(values: Values) -> None:

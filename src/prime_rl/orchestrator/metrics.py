@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from prime_rl.data.samples import TrainingSample
 from prime_rl.environments.rollouts import FailureKind, Rollout
 from prime_rl.orchestrator.scheduler import Counters
+
+PERCENTILES: Final = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,11 @@ class ScoredRollout:
     def versions(self) -> list[int]:
         """Weights versions of its sampled tokens."""
         return [version for turn in self.rollout.turns for version in turn.versions]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the server was sent, those of every turn."""
+        return sum(len(turn.prompt_ids) for turn in self.rollout.turns)
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +85,8 @@ def batch_metrics(
         "async_level": async_level,
         "batch/zero_variance": fmean(max(group) == min(group) for group in rewards),
         "perf/throughput": sum(completion_lens) / clock.step_s,
+        "perf/prompt_throughput": sum(scored.num_prompt_tokens for scored in rollouts) / clock.step_s,
+        "perf/rollouts_per_second": len(rollouts) / clock.step_s,
         "time/step": clock.step_s,
         "time/wait_for_weights": clock.wait_for_weights_s,
         "time/generate": clock.generate_s,
@@ -87,6 +97,7 @@ def batch_metrics(
         "errors/rate": sum(failures.values()) / (len(rollouts) + sum(failures.values())),
     }
     metrics |= {f"errors/{kind}": float(failures.get(kind, 0)) for kind in FailureKind}
+    metrics |= _latencies([scored.rollout.timings["total"] for scored in rollouts if "total" in scored.rollout.timings])
     metrics |= _by_environment(rollouts)
     return {name: float(value) for name, value in metrics.items()}
 
@@ -140,6 +151,13 @@ def _row(group: int, scored: ScoredRollout) -> dict[str, Any]:
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}/mean": fmean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+
+
+def _latencies(seconds: Sequence[float]) -> dict[str, float]:
+    """Seconds that half, 90% and 99% of the rollouts did not exceed."""
+    ordered = sorted(seconds)
+    ranks = {percent: math.ceil(len(ordered) * percent / 100) - 1 for percent in PERCENTILES}
+    return {f"latency/p{percent}": ordered[rank] for percent, rank in ranks.items() if ordered}
 
 
 def _by_environment(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -40,6 +40,7 @@ from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupErr
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor, Monitor
 from prime_rl.orchestrator.advantages import group_advantages
+from prime_rl.orchestrator.bench import BatchSink, NoBatches
 from prime_rl.orchestrator.faults import FaultLedger
 from prime_rl.orchestrator.metrics import (
     Clock,
@@ -77,6 +78,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     specs = [environment_spec(env, client=config.client, model=config.model.name, log=config.log) for env in config.env]
     log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
     limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
+    writer = NoBatches() if config.bench else BatchWriter(paths.rollouts)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_client(config.client))
         opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
@@ -84,9 +86,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         pools, _ = await together(stack.enter_async_context(opening), _connect(client, policy, config))
         monitor = JsonlMonitor(paths.metrics("orchestrator"))
         stack.callback(monitor.close)
-        orchestrator = Orchestrator(
-            config=config, pools=pools, policy=policy, writer=BatchWriter(paths.rollouts), monitor=monitor
-        )
+        orchestrator = Orchestrator(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
         await orchestrator.run()
 
 
@@ -94,7 +94,8 @@ async def _connect(client: InferenceClient, policy: Policy, config: Orchestrator
     """Wait for the server, and see that it serves the model that this run starts from."""
     served = await client.wait_ready(config.client.ready_timeout)
     await client.check_model(config.model.name)
-    await policy.start(served)
+    if not config.bench:  # which leaves the weights as they are
+        await policy.start(served)
 
 
 class Orchestrator:
@@ -106,7 +107,7 @@ class Orchestrator:
         config: OrchestratorConfig,
         pools: Mapping[str, EnvPool],
         policy: Policy,
-        writer: BatchWriter,
+        writer: BatchSink,
         monitor: Monitor,
     ) -> None:
         for pool in pools.values():
@@ -127,6 +128,7 @@ class Orchestrator:
                 max_attempts=config.max_attempts,
                 max_batches=config.max_steps,
                 max_in_flight=config.max_concurrent,
+                trains=not config.bench,
             )
         )
         self._faults = FaultLedger(config.max_error_rate, num_judged=config.batch_size)
@@ -143,7 +145,8 @@ class Orchestrator:
         """Until every batch is shipped."""
         self._step_started = time.monotonic()
         start = self._supervisor.start
-        start("weight relay", self._policy.watch(self._on_weights), endless=True)
+        if not self._config.bench:
+            start("weight relay", self._policy.watch(self._on_weights), endless=True)
         for label, pool in self._pools.items():
             start(f"environment {label}", pool.watch(), endless=True)
         start("dispatch", self._dispatch(), endless=True)
@@ -310,5 +313,6 @@ class Orchestrator:
         samples = [sample for group in groups for scored in group for sample in scored.samples]
         batch = build_batch(samples, step=step, seq_len=self._config.seq_len)
         gap = step - batch.min_version
-        assert 0 <= gap <= self._config.staleness_bound, f"batch {step} holds tokens of weights {batch.min_version}"
+        is_bounded = self._config.bench or 0 <= gap <= self._config.staleness_bound
+        assert is_bounded, f"batch {step} holds tokens of weights {batch.min_version}"
         self._writer.write(batch, {"rollouts.jsonl": readable_rollouts(groups)})

@@ -77,6 +77,9 @@ class SchedulerLimits:
     max_attempts: int = 3
     max_batches: int | None = None
     max_in_flight: int | None = None
+    trains: bool = True
+    """False: generation is measured alone. The weights stay as they are, and the rules take p = c, as if training took
+    no time; groups of batches after the last are started too, so that it is not measured while the others run dry."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,16 +130,21 @@ class Scheduler(Generic[Result]):
     @property
     def waits_for_weights(self) -> bool:
         """The next batch may not ship before newer weights are served."""
-        return not self.is_done and self.version < self.next_batch - self.limits.max_async_level
+        return not self.is_done and self._trained < self.next_batch - self.limits.max_async_level
 
     @property
     def window(self) -> int:
         """Groups that may be active."""
         limits = self.limits
-        batches = self.version + limits.max_async_level - self.next_batch + 1
-        if limits.max_batches is not None:
+        batches = self._trained + limits.max_async_level - self.next_batch + 1
+        if limits.max_batches is not None and limits.trains:
             batches = min(batches, limits.max_batches - self.next_batch)
         return limits.groups_per_batch * max(batches, 0)
+
+    @property
+    def _trained(self) -> int:
+        """p of the rules."""
+        return self.version if self.limits.trains else self.next_batch
 
     def next_dispatch(self, next_example: Callable[[], Example]) -> Dispatch | None:
         """The next rollout to run, of the oldest group that lacks one; None while there is nothing to run.

@@ -249,3 +249,27 @@ def test_every_run_comes_to_its_end_within_the_bound(seed, P, G, k, m, batches, 
         simulation.step()
     assert len(simulation.shipped) == batches
     assert max(simulation.gaps) <= (k + m if k else 0)
+
+
+def test_a_benchmark_runs_at_the_concurrency_of_a_run_whose_trainer_takes_no_time_until_its_last_batch():
+    scheduler, source = scheduler_of(P=2, G=2, k=1, max_batches=3, trains=False), examples()
+    in_flight = dispatch_all(scheduler, source)
+    for number in range(3):
+        assert len(in_flight) == 2 * 2 * 2
+        finish_all(scheduler, in_flight[:4])
+        assert scheduler.take_batch() is not None
+        assert not scheduler.waits_for_weights
+        assert scheduler.is_done == (number == 2)
+        in_flight = in_flight[4:] + dispatch_all(scheduler, source)
+    assert {dispatch.version for dispatch in in_flight} == {0}
+    assert scheduler.take_batch() is None
+
+
+def test_a_synchronous_benchmark_starts_a_batch_when_the_last_one_is_complete():
+    scheduler, source = scheduler_of(P=1, G=3, k=0, max_batches=2, trains=False), examples()
+    first = dispatch_all(scheduler, source)
+    finish_all(scheduler, first[:2])
+    assert dispatch_all(scheduler, source) == []
+    finish_all(scheduler, first[2:])
+    assert scheduler.take_batch() is not None
+    assert len(dispatch_all(scheduler, source)) == 3
