@@ -32,13 +32,13 @@ class InferenceModelConfig(ModelConfig):
     """Most tokens of prompt and completion together. None: the model's positions (with `rl`: `seq_len`)."""
 
     enforce_eager: bool = False
-    """Whether vLLM computes without CUDA graphs: it starts faster and runs slower."""
+    """Whether decoding runs without CUDA graphs: it starts faster and runs slower."""
 
     enable_auto_tool_choice: bool = False
     """Whether tool calls are parsed from what the model writes."""
 
     tool_call_parser: str = "hermes"
-    """How the model writes tool calls, as vLLM names it."""
+    """How the model writes tool calls, as vLLM names it. The embedded engine knows `hermes`."""
 
     reasoning_parser: str | None = None
     """How the model marks its reasoning, as vLLM names it. None: reasoning stays in the text."""
@@ -107,23 +107,27 @@ class InferenceConfig(ProcessConfig):
     """Tokens of one block of the KV cache; whole blocks are shared between requests with the same prefix."""
 
     kv_cache_memory_gb: float | None = Field(default=None, gt=0)
-    """GiB of memory for the KV cache. None: 1 on CPU, `gpu_memory_utilization` of what is free on a GPU."""
+    """GiB of memory for the KV cache. None: 1 on CPU; on a GPU what `gpu_memory_utilization` leaves after weights and
+    workspace."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's free memory that the KV cache may take when `kv_cache_memory_gb` is not set."""
+    """Share of the GPU's total memory that the whole server may use: weights, CUDA graphs, workspace and KV cache."""
 
     max_num_seqs: int = Field(default=256, ge=1)
-    """Most requests that decode at the same time; further ones wait."""
+    """Most requests that decode at the same time; further ones wait. vLLM has a default of its own, used where this is
+    left at ours."""
 
     max_num_batched_tokens: int = Field(default=2048, ge=1)
-    """Most tokens computed in one engine step; longer prompts are computed in pieces."""
+    """Most tokens computed in one engine step; longer prompts are computed in pieces. vLLM has a default of its own, used
+    where this is left at ours."""
 
     enable_prefix_caching: bool = True
     """Whether prompts share the KV blocks of a common beginning (a group's prompt is computed once)."""
 
     kv_cache_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of running requests when weights are updated: they go on with what the older weights
-    computed, or compute it anew. Either way, no later request is given what older weights computed."""
+    computed, or compute it anew. Either way, no later request is given what older weights computed. With
+    `kv_cache_offload`, always recompute."""
 
     enable_lora: bool = False
     """Whether adapters can be loaded; with `rl` it follows from `trainer.model.lora`."""
@@ -150,10 +154,14 @@ class InferenceConfig(ProcessConfig):
     """Whether a completion says which experts each token took, for the trainer's `enable_router_replay`."""
 
     api_server_count: int = Field(default=1, ge=1)
-    """Processes of vLLM that answer HTTP."""
+    """Processes of vLLM that answer HTTP. Only 1: what tokens were sampled with which weights is known to one process."""
 
     vllm: dict[str, Any] = {}
     """vLLM's own arguments by their names (`quantization = "fp8"`); flags that are no key of ours go here."""
+
+    router: bool = False
+    """Whether `vllm-router` stands in front of the servers that `rl` starts, at `server.port`; the servers listen on the
+    ports after it."""
 
     seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""
@@ -167,10 +175,10 @@ class InferenceConfig(ProcessConfig):
             above = next(rank for rank in LORA_RANKS if rank > self.max_lora_rank)
             ranks = ", ".join(map(str, LORA_RANKS))
             raise Conflict(f"max_lora_rank must be one of {ranks}; the next is {above}", "max_lora_rank")
-        if self.enable_lora and self.api_server_count > 1:
+        if self.api_server_count > 1:
             raise Conflict(
-                "adapters are loaded into one API server: set api_server_count to 1 with enable_lora",
-                "enable_lora",
+                "weights are updated in one API server: set api_server_count to 1; "
+                "for more throughput, start several servers",
                 "api_server_count",
             )
         return self

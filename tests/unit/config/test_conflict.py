@@ -230,9 +230,9 @@ CASES = [
         ["inference.max_lora_rank = 12 (--inference.max-lora-rank)"],
     ),
     (
-        "inference --enable-lora --api-server-count 2",
+        "inference --api-server-count 2",
         "set api_server_count to 1",
-        ["enable_lora = true (--enable-lora)", "api_server_count = 2 (--api-server-count)"],
+        ["api_server_count = 2 (--api-server-count)"],
     ),
     # evaluation
     (
