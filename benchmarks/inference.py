@@ -1,262 +1,179 @@
-"""Decode speed of the embedded engine on CPU against vLLM, in pairs in turn.
+"""Generation speed of the embedded engine beside vLLM: on CPU or GPU, offline and over HTTP, in pairs in turn.
 
-    python benchmarks/inference.py --vllm-python /path/to/python-with-vllm
+    python benchmarks/inference.py --model 3.3m --vllm-python /path/to/python-with-vllm       # CPU
+    python benchmarks/inference.py --model 0.6b --new-tokens 512 --concurrency 256            # one GPU, vLLM installed
+    python benchmarks/inference.py --model 0.6b --modes http --sides embedded vllm stock
 
-Both sides serve the same small model with the same prompts through their Python API, warm, on the same number of
-threads; each side of a pair runs while the other one is stopped. Figures are output tokens per second; what counts is
-the ratio within a pair, since a machine's speed drifts. Without vLLM in reach (`--no-vllm`) only our side runs.
+All sides serve the same random model with the same prompts, token ids in and out, with a logprob for every token,
+warm, on the same threads; each side runs while the others are stopped. `embedded` and `vllm` are the two backends of
+`inference`, `stock` is vLLM's own server without anything of ours (HTTP only). Figures are output tokens per second;
+what counts is the ratio within a pair, since a machine's speed drifts.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import platform
-import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 0,
-    "bos_token_id": 0,
-}
-MAX_MODEL_LEN = 384
-READY = "READY"
+from http_load import Workload
+from models import DTYPES, SHAPES, make_model
+from sides import Http, Offline, Setting, Side
+
+from prime_rl.view.bench import aligned
+
+SIDES = ("embedded", "vllm", "stock")
+Runs = Mapping[str, Sequence[Mapping[str, float]]]
+"""Side -> its runs."""
 
 
-def prompts_of(args: argparse.Namespace, run: int) -> list[list[int]]:
-    """Random prompts, new ones each run, so that no prefix cache can help."""
-    rng = random.Random(1000 + run)
-    return [[rng.randrange(1, MODEL["vocab_size"]) for _ in range(args.prompt_tokens)] for _ in range(args.requests)]
-
-
-class Ours:
-    """The embedded engine through its `Backend`."""
-
-    def __init__(self, args: argparse.Namespace, model_dir: Path, dtype: str) -> None:
-        import torch  # noqa: PLC0415 (only the process of this side loads it)
-
-        from prime_rl.config.inference import InferenceConfig  # noqa: PLC0415
-        from prime_rl.inference.engine.build import build_engine  # noqa: PLC0415
-
-        torch.set_num_threads(args.threads)
-        config = {
-            "model": {"name": str(model_dir), "dtype": dtype, "max_model_len": MAX_MODEL_LEN},
-            "device": "cpu",
-            "max_num_seqs": args.concurrency,
-            "kv_cache_memory_gb": 2.0,
-        }
-        self.args = args
-        self.engine = build_engine(InferenceConfig.model_validate(config))
-
-    def run(self, prompts: list[list[int]]) -> int:
-        return asyncio.run(self._run(prompts))
-
-    async def _run(self, prompts: list[list[int]]) -> int:
-        from prime_rl.inference.backend import GenerationRequest, SamplingParams  # noqa: PLC0415
-
-        async def complete(index: int, prompt: list[int]) -> int:
-            sampling = SamplingParams(max_tokens=self.args.new_tokens, ignore_eos=True, seed=index)
-            request = GenerationRequest(
-                request_id=str(index), prompt_ids=prompt, sampling=sampling, stream=self.args.stream
-            )
-            count = 0
-            async for outputs in self.engine.generate(request):
-                count += sum(output.logprob <= 0.0 for output in outputs)
-            return count
-
-        return sum(await asyncio.gather(*(complete(i, prompt) for i, prompt in enumerate(prompts))))
-
-
-class Vllm:
-    """vLLM through its offline API."""
-
-    def __init__(self, args: argparse.Namespace, model_dir: Path, dtype: str) -> None:
-        import torch  # noqa: PLC0415
-        from vllm import LLM, SamplingParams  # noqa: PLC0415
-
-        torch.set_num_threads(args.threads)
-        self.sampling = SamplingParams(max_tokens=args.new_tokens, temperature=1.0, ignore_eos=True, logprobs=0)
-        self.llm = LLM(
-            model=str(model_dir),
-            dtype=dtype,
-            enforce_eager=True,
-            max_num_seqs=args.concurrency,
-            max_model_len=MAX_MODEL_LEN,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-        )
-
-    def run(self, prompts: list[list[int]]) -> int:
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], self.sampling, use_tqdm=False)
-        assert all(len(o.outputs[0].logprobs) == len(o.outputs[0].token_ids) for o in outputs)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-
-def serve(args: argparse.Namespace) -> None:
-    """A side's process: load and warm up, then one timed run for each line read."""
-    side = (Ours if args.side == "ours" else Vllm)(args, Path(args.model_dir), args.dtype)
-    side.run(prompts_of(args, -1))
-    print(READY, flush=True)
-    for line in sys.stdin:
-        prompts = prompts_of(args, int(line))
-        start = time.perf_counter()
-        tokens = side.run(prompts)
-        seconds = time.perf_counter() - start
-        assert tokens == args.requests * args.new_tokens, tokens
-        print(json.dumps({"tokens_per_s": tokens / seconds}), flush=True)
-
-
-class Side:
-    """A side's process as the parent sees it."""
-
-    def __init__(self, name: str, python: str, args: argparse.Namespace, model_dir: Path, dtype: str) -> None:
-        forwarded = ["requests", "concurrency", "prompt_tokens", "new_tokens", "threads"]
-        command = [python, str(Path(__file__).resolve()), "--side", name, "--model-dir", str(model_dir)]
-        command += ["--dtype", dtype, *(["--stream"] if args.stream else [])]
-        for field in forwarded:
-            command += [f"--{field.replace('_', '-')}", str(getattr(args, field))]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(args.threads),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self._read_until(READY)
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """Signal the process and its children; vLLM's poll while idle, so each side is stopped when it has no turn."""
-        os.killpg(self.process.pid, number)
-
-    def _read_until(self, beginning: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(beginning):
-                return line
-        raise SystemExit(f"the process {self.process.args} ended with code {self.process.wait()}")
-
-    def run(self, number: int) -> float:
-        assert self.process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self.process.stdin.write(f"{number}\n")
-        self.process.stdin.flush()
-        result: dict[str, Any] = json.loads(self._read_until("{"))
-        self._signal(signal.SIGSTOP)
-        return float(result["tokens_per_s"])
-
-    def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-
-def measure(args: argparse.Namespace, dtype: str, model_dir: Path) -> dict[str, list[float]]:
-    """Tokens/s of every run of each side."""
-    pythons = {"ours": sys.executable} | ({} if args.no_vllm else {"vllm": args.vllm_python})
-    results: dict[str, list[float]] = {name: [] for name in pythons}
+def measure(mode: str, names: Sequence[str], setting: Setting, pairs: int) -> dict[str, list[dict[str, float]]]:
+    """Every run of each side."""
+    kind = {"offline": Offline, "http": Http}[mode]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
-        sides = {}
-        for name, python in pythons.items():
-            sides[name] = Side(name, python, args, model_dir, dtype)
+        sides: dict[str, Side] = {}
+        for name in names:
+            sides[name] = kind(name, setting)
             stack.callback(sides[name].close)
-        for pair in range(args.pairs):
+        for pair in range(pairs):
             for name, side in sides.items():
                 results[name].append(side.run(pair))
-                print(f"{dtype} pair {pair} {name}: {results[name][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
+                speed = results[name][-1]["tokens_per_s"]
+                print(f"{mode} {setting.dtype} pair {pair} {name}: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
     return results
 
 
-def report(results: dict[str, dict[str, list[float]]]) -> None:
-    """The table, medians and the ratio of every pair."""
-    print(f"\n{'dtype':10} {'ours':>10} {'vllm':>10} {'ratio':>7}   ratio of each pair")
-    for dtype, runs in results.items():
-        ours = statistics.median(runs["ours"])
-        if "vllm" not in runs:
-            print(f"{dtype:10} {ours:10.0f} {'-':>10} {'-':>7}")
-            continue
-        ratios = [a / b for a, b in zip(runs["ours"], runs["vllm"], strict=True)]
-        listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(
-            f"{dtype:10} {ours:10.0f} {statistics.median(runs['vllm']):10.0f} {statistics.median(ratios):7.2f}   "
-            f"{listed}"
-        )
+def report(results: Mapping[tuple[str, str], Runs]) -> str:
+    """Medians of each side, and the ratio of the first to the second within every pair."""
+    lines = [["mode dtype", "side", "tokens/s", "p50 s", "p99 s", "client CPU s", "ratio", "ratio of each pair"]]
+    for (mode, dtype), runs in results.items():
+        first = next(iter(runs.values()))
+        for name, own in runs.items():
+            ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(first, own, strict=True)]
+            listed = [] if own is first else [f"{ratio:.2f}" for ratio in ratios]
+            lines.append(
+                [
+                    f"{mode} {dtype}",
+                    name,
+                    *(_median(own, key, form) for key, form in _SHOWN.items()),
+                    f"{statistics.median(ratios):.2f}" if listed else "",
+                    " ".join(listed),
+                ]
+            )
+    return aligned(lines)
+
+
+_SHOWN = {"tokens_per_s": ",.0f", "p50_s": ".2f", "p99_s": ".2f", "client_cpu_s": ".2f"}
+
+
+def _median(runs: Sequence[Mapping[str, float]], key: str, form: str) -> str:
+    values = [run[key] for run in runs if key in run]
+    return f"{statistics.median(values):{form}}" if values else "-"
+
+
+def machine() -> str:
+    """The machine in a line: processor, cores, load, GPU."""
+    model = next((line for line in _cpu_info() if line.startswith("model name")), platform.machine())
+    gpu = "no GPU"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpu = ", ".join(subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[:-1])
+    cores = len(os.sched_getaffinity(0))
+    return f"{model.partition(':')[2].strip() or model}, {cores} cores, load {os.getloadavg()[0]:.2f} before, {gpu}"
+
+
+def _cpu_info() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def has_gpu() -> bool:
+    """Whether sides are to compute on a GPU."""
+    listed = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
+    return bool(listed and b"GPU " in listed.stdout)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="3.3m")
+    parser.add_argument("--modes", nargs="+", choices=["offline", "http"], default=["offline", "http"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["embedded", "vllm"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU where there is one")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32 on CPU, bfloat16 on a GPU")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that can import vllm")
-    parser.add_argument("--no-vllm", action="store_true", help="measure our side only")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs; always so on CPU")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--no-logprobs", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--stream", action="store_true", help="our side delivers every token as it comes")
-    parser.add_argument("--side", choices=["ours", "vllm"], help=argparse.SUPPRESS)
-    parser.add_argument("--model-dir", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    parser.add_argument("--clients", type=int, default=1, help="client processes over HTTP")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help="of each side")
+    parser.add_argument("--logs", type=Path, help="directory for the sides' logs; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="file that every run is written to as well")
     return parser.parse_args()
+
+
+def settings(args: argparse.Namespace, directory: Path) -> dict[str, Setting]:
+    """One for each dtype."""
+    device = args.device or ("cuda" if has_gpu() else "cpu")
+    work = Workload(
+        requests=args.requests,
+        concurrency=args.concurrency,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        vocab=SHAPES[args.model].vocab,
+        logprobs=not args.no_logprobs,
+    )
+    logs = args.logs or directory / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for dtype in args.dtypes or (["float32"] if device == "cpu" else ["bfloat16"]):
+        model_dir = directory / f"{args.model}-{dtype}"
+        make_model(args.model, model_dir, dtype)
+        made[dtype] = Setting(
+            model_dir=model_dir,
+            dtype=dtype,
+            work=work,
+            device=device,
+            threads=args.threads,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            num_clients=args.clients,
+            vllm_python=args.vllm_python,
+            enforce_eager=args.enforce_eager or device == "cpu",
+            logs=logs,
+        )
+    return made
 
 
 def main() -> None:
     args = parse()
-    if args.side:
-        serve(args)
-        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides, which are stopped, end too
+    print(f"python {' '.join(sys.argv)}\n{machine()}")
+    results: dict[tuple[str, str], Runs] = {}
     with tempfile.TemporaryDirectory() as name:
-        model_dir = Path(name)
-        (model_dir / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        write_weights(model_dir)
-        print(
-            f"{' '.join(sys.argv)}\n{platform.processor() or platform.machine()}, {args.threads} threads, "
-            f"load {os.getloadavg()[0]:.2f} before"
-        )
-        print(
-            f"{args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt tokens, "
-            f"{args.new_tokens} new tokens"
-        )
-        report({dtype: measure(args, dtype, model_dir) for dtype in args.dtypes})
-
-
-def write_weights(model_dir: Path) -> None:
-    """Random weights of the model, once, so that both sides serve the same ones."""
-    from prime_rl.models.hf import hf_tensors, load_decoder, write_safetensors  # noqa: PLC0415
-
-    write_safetensors(hf_tensors(load_decoder(str(model_dir))), model_dir)
+        for dtype, setting in settings(args, Path(name)).items():
+            for mode in args.modes:
+                names = [side for side in args.sides if mode == "http" or side != "stock"]
+                results[mode, dtype] = measure(mode, names, setting, args.pairs)
+    print(
+        f"{args.model}: {args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt + "
+        f"{args.new_tokens} new tokens, {'no ' if args.no_logprobs else ''}logprobs; medians of {args.pairs} runs\n"
+    )
+    print(report(results))
+    if args.json:
+        args.json.write_text(json.dumps({" ".join(key): runs for key, runs in results.items()}, indent=1))
 
 
 if __name__ == "__main__":
