@@ -1,11 +1,10 @@
 """The application: every route, the key that they ask for, and how failures are answered.
 
-GET  /health                                       no key needed; 503 when the engine has failed
 GET  /v1/models, /metrics
 POST /v1/chat/completions, /v1/completions         text out
 POST /inference/v1/generate, /v1/generate          token ids in and out
 POST /tokenize
-POST /update_weights, /pause, /resume              administration
+/health, /update_weights, /pause, ...              `admin`; /health needs no key
 """
 
 from starlette.applications import Starlette
@@ -28,7 +27,7 @@ from prime_rl.inference.service import Service
 def build_app(service: Service, api_key: str | None) -> Starlette:
     """The application; it does not own the backend."""
     routes = [
-        Route("/health", admin.health, methods=["GET"]),
+        *admin.routes(),
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -36,9 +35,6 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
         Route("/inference/v1/generate", generate, methods=["POST"]),
         Route("/v1/generate", generate, methods=["POST"]),
         Route("/tokenize", info.tokenize, methods=["POST"]),
-        Route("/update_weights", admin.update_weights, methods=["POST"]),
-        Route("/pause", admin.pause, methods=["POST"]),
-        Route("/resume", admin.resume, methods=["POST"]),
     ]
     keys = [Middleware(BearerKey, key=api_key)] if api_key else []
     app = Starlette(
@@ -53,6 +49,7 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
         },
     )
     app.state.service = service
+    app.state.administration = service.administration
     return app
 
 

@@ -24,11 +24,12 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.inference.app import build_app
 from prime_rl.inference.backend import Backend
+from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
 from prime_rl.inference.service import Service
 from prime_rl.inference.tokenizer import TextTokenizer
 from prime_rl.logs import get_logger
-from prime_rl.models.hf import resolve_model
+from prime_rl.models.hf import model_tensors, resolve_model
 
 logger = get_logger(__name__)
 
@@ -174,7 +175,18 @@ async def _load_and_serve(
     api_key: str | None,
 ) -> None:
     backend = build_backend(config)
-    service = Service.build(backend, tokenizer, model_name=config.model.name, model_root=str(directory))
+    administration = EmbeddedAdministration(
+        backend,
+        first=lambda: model_tensors(directory, config.seed),
+        recompute=config.kv_cache_on_update == "recompute",
+    )
+    service = Service.build(
+        backend,
+        tokenizer,
+        model_name=config.model.name,
+        model_root=str(directory),
+        administration=administration,
+    )
     # Everything loaded so far stays to the end. Garbage collections that visit it would hold up the event loop, and
     # the last one, when the interpreter exits, takes seconds.
     gc.collect()

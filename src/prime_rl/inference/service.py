@@ -5,7 +5,6 @@
 A `Shape` knows how one route spells its answer; `respond` knows everything else, the same for all routes.
 """
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -18,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.inference.admin import Administration
 from prime_rl.inference.backend import Backend, GenerationRequest, TokenOutput
 from prime_rl.inference.generation import Choice, Completion, Delta, Generator
 from prime_rl.inference.http import EventStream, HttpError, json_response, until_disconnect
@@ -60,11 +60,19 @@ class Service:
     model_root: str
     registry: CollectorRegistry
     generator: Generator
+    administration: Administration
     created: int = field(default_factory=lambda: int(time.time()))
-    update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
-    def build(cls, backend: Backend, tokenizer: TextTokenizer, *, model_name: str, model_root: str) -> "Service":
+    def build(
+        cls,
+        backend: Backend,
+        tokenizer: TextTokenizer,
+        *,
+        model_name: str,
+        model_root: str,
+        administration: Administration,
+    ) -> "Service":
         """A service with its own registry of metrics."""
         registry = CollectorRegistry()
         registry.register(BackendCollector(backend, model_name))
@@ -76,13 +84,8 @@ class Service:
             model_root=model_root,
             registry=registry,
             generator=generator,
+            administration=administration,
         )
-
-    def check_health(self) -> None:
-        """Refuse everything once the engine has failed."""
-        error = self.backend.stats().error
-        if error is not None:
-            raise HttpError(error, status=503)
 
     @property
     def limits(self) -> Limits:
@@ -103,15 +106,23 @@ class Service:
         *,
         max_tokens: int,
         num_top_logprobs: int,
+        num_prompt_logprobs: int | None,
         with_text: bool,
         stream: bool,
     ) -> list[Choice]:
         """One choice for each index, all of the same prompt; each is known to be one that the engine can serve."""
+        if stream and num_prompt_logprobs is not None:
+            raise HttpError("logprobs of the prompt are not available in a stream", param="prompt_logprobs")
         stops = Stops(strings=stop_strings(fields), include=bool(fields.include_stop_str_in_output))
         made = []
         for number, index in enumerate(indices):
             sampling = sampling_params(
-                fields, max_tokens=max_tokens, num_top_logprobs=num_top_logprobs, choice=number, limits=self.limits
+                fields,
+                max_tokens=max_tokens,
+                num_top_logprobs=num_top_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
+                choice=number,
+                limits=self.limits,
             )
             text = None
             if with_text or stops.strings:

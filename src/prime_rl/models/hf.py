@@ -6,7 +6,7 @@ A model directory holds `config.json`, tokenizer files and `model.safetensors`, 
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from prime_rl.errors import ModelError
 from prime_rl.logs import get_logger
 from prime_rl.models.decoder import Decoder, DecoderConfig
+from prime_rl.models.tensor_files import FileDigest, write_file
 
 logger = get_logger(__name__)
 
@@ -98,6 +98,15 @@ def eos_token_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
+def model_tensors(directory: Path, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model directory, on the CPU; drawn from `seed`, as a warning says, where it holds none."""
+    if weight_files(directory):
+        yield from read_safetensors(directory)
+        return
+    logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
+    yield from initial_tensors(load_config(directory), seed)
+
+
 def load_decoder(
     name: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Decoder:
@@ -107,11 +116,7 @@ def load_decoder(
     """
     directory = resolve_model(name)
     decoder = empty_decoder(load_config(directory), device=device, dtype=dtype)
-    if weight_files(directory):
-        load_hf_tensors(decoder, read_safetensors(directory))
-    else:
-        initialize(decoder, seed)
-        logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
+    load_hf_tensors(decoder, model_tensors(directory, seed))
     return decoder
 
 
@@ -122,18 +127,21 @@ def empty_decoder(config: DecoderConfig, *, device: torch.device | str, dtype: t
     return decoder.to_empty(device=device)
 
 
-@torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Draw weights as transformers does (normal of `init_std`, norms 1, biases 0), on the CPU in float32."""
+    """Set the parameters to `initial_tensors`."""
+    load_hf_tensors(decoder, initial_tensors(decoder.config, seed))
+
+
+def initial_tensors(config: DecoderConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights as transformers draws them (normal of `init_std`, norms 1, biases 0), float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in empty_decoder(config, device="meta", dtype=torch.float32).named_parameters():
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            yield name, torch.ones(parameter.shape)
         elif name.endswith(".bias"):
-            parameter.zero_()
+            yield name, torch.zeros(parameter.shape)
         else:
-            drawn = torch.empty(parameter.shape).normal_(0.0, decoder.config.init_std, generator=generator)
-            parameter.copy_(drawn)
+            yield name, torch.empty(parameter.shape).normal_(0.0, config.init_std, generator=generator)
 
 
 def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -142,29 +150,28 @@ def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
-def match_hf_tensors(
-    decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of (parameter, tensor to copy into it), checked as they pass.
+def fitting(
+    parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of `tensors` that go into the parameters of their names, checked as they pass.
 
-    ModelError names tensors that are unexpected or of another shape and, at the end when `strict`, those missing.
+    Raises: ModelError naming tensors that are unexpected or of another shape and, at the end when `strict`, those that
+    are missing.
     """
-    parameters = dict(decoder.named_parameters())
     missing = set(parameters)
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry; ours is computed
             continue
-        if name == "lm_head.weight" and decoder.lm_head is None:  # a saved copy of the tied embedding
-            continue
         if name not in parameters:
-            raise ModelError(f"tensor {name} is unexpected in a {decoder.config.model_type} model of this config.json")
-        parameter = parameters[name]
-        if parameter.shape != tensor.shape:
+            if name == "lm_head.weight":  # a saved copy of the tied embedding
+                continue
+            raise ModelError(f"tensor {name} is unexpected in a model of this config.json")
+        if parameters[name].shape != tensor.shape:
             raise ModelError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(parameter.shape)}"
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(parameters[name].shape)}"
             )
         missing.discard(name)
-        yield parameter, tensor
+        yield name, tensor
     if strict and missing:
         shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelError(f"the weights lack {len(missing)} tensors: {shown}")
@@ -172,9 +179,10 @@ def match_hf_tensors(
 
 @torch.no_grad()
 def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
-    """Copy tensors into the parameters in place, converting dtype and device; ModelError as `match_hf_tensors`."""
-    for parameter, tensor in match_hf_tensors(decoder, tensors, strict=strict):
-        parameter.copy_(tensor)
+    """Copy tensors into the parameters in place, converting dtype and device; ModelError as `fitting`."""
+    parameters = dict(decoder.named_parameters())
+    for name, tensor in fitting(parameters, tensors, strict=strict):
+        parameters[name].copy_(tensor)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -216,31 +224,31 @@ def read_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def write_safetensors(
     tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> list[Path]:
-    """Write tensors to `directory` as transformers lays them out; returns the files, the index last.
+) -> dict[str, FileDigest]:
+    """Write tensors to `directory` as transformers lays them out; returns the safetensors files by name.
 
     Tensors are gathered to the CPU one shard at a time, so that memory beyond the model's own is one shard.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    parts: list[tuple[Path, list[str]]] = []
+    parts: list[tuple[Path, FileDigest, list[str]]] = []
     total = 0
     for shard in _shards(tensors, max_shard_bytes):
         part = directory / f"shard-{len(parts)}.safetensors"
-        save_file(shard, part, metadata={"format": "pt"})
-        parts.append((part, list(shard)))
+        parts.append((part, write_file(part, shard), list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
     if len(parts) == 1:
-        return [parts[0][0].rename(directory / SINGLE_FILE)]
-    files, weight_map = [], {}
-    for number, (part, names) in enumerate(parts, 1):
+        part, digest, _ = parts[0]
+        part.rename(directory / SINGLE_FILE)
+        return {SINGLE_FILE: digest}
+    files, weight_map = {}, {}
+    for number, (part, digest, names) in enumerate(parts, 1):
         # The number of shards is part of each name, and known only now.
         final = part.rename(directory / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
-        files.append(final)
+        files[final.name] = digest
         weight_map.update(dict.fromkeys(names, final.name))
-    index = directory / INDEX_FILE
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return [*files, index]
+    (directory / INDEX_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return files
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -4,7 +4,8 @@ A writer fills a hidden sibling of the final directory, writes the marker `STABL
 digests of all files) last, forces everything to disk and renames. So a directory under its final name is
 complete whatever happened to its writer, and damage done later shows as a digest that differs.
 
-`STABLE`: {"format": 1, "step": 3, "files": {"batch.msgpack": {"bytes": 812, "xxh3": "9f..."}}}
+`STABLE`: {"format": 1, "step": 3, "files": {"batch.msgpack": {"bytes": 812, "xxh3": "9f..."}}}, and for weights
+`"weights"`, the PublishedWeights.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -24,7 +26,7 @@ from prime_rl.errors import ArtifactError
 
 MARKER: Final = "STABLE"
 _FORMAT: Final = 1
-_STEP_NAME: Final = re.compile(r"step_(\d+)")
+STEP_NAME: Final = re.compile(r"step_(\d+)")
 _CHUNK_BYTES: Final = 1 << 20
 
 
@@ -68,6 +70,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Only of directories of weights."""
 
 
+@dataclass(slots=True)
+class Draft:
+    """A directory that is being written."""
+
+    directory: Path
+    measured: dict[str, FileEntry] = field(default_factory=dict)
+    """Files by name that their writer has measured already; the others are read once more for their digests."""
+    weights: PublishedWeights | None = None
+    """Goes into the marker."""
+
+
 @contextmanager
 def publish_dir(final: Path) -> Iterator[Path]:
     """Yield a hidden directory that becomes `final` (`<root>/step_N`) when the block ends without error.
@@ -76,6 +89,17 @@ def publish_dir(final: Path) -> Iterator[Path]:
     directory, which the next writer of the same step removes.
 
     Raises: ArtifactError when `final` exists already or the disk refuses.
+    """
+    with draft_dir(final) as draft:
+        yield draft.directory
+
+
+@contextmanager
+def draft_dir(final: Path, *, durable: bool = True) -> Iterator[Draft]:
+    """As `publish_dir`, for a writer that knows digests or weights.
+
+    Not `durable`: nothing is forced to disk, which takes a second a gigabyte. Readers see the same, a killed process
+    included; only a crash of the machine may leave a directory whose digests then differ.
     """
     step = _step_of(final)
     if final.exists():
@@ -86,10 +110,12 @@ def publish_dir(final: Path) -> Iterator[Path]:
         for leftover in final.parent.glob(f".{final.name}.tmp-*"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        yield temporary
-        _seal(temporary, step)
+        draft = Draft(temporary)
+        yield draft
+        _seal(draft, step, durable=durable)
         os.rename(temporary, final)
-        _fsync(final.parent)
+        if durable:
+            _fsync(final.parent)
     except OSError as error:
         raise ArtifactError(f"cannot write {final}: {error}") from error
     finally:
@@ -118,14 +144,15 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify(directory: Path) -> Manifest:
-    """Check the size and digest of every file against the marker.
+def verify(directory: Path, *, besides: Collection[str] = ()) -> Manifest:
+    """Check the size and digest of every file against the marker, `besides` those that the caller checks.
 
     Raises: ArtifactError naming the first file that is missing, truncated or altered.
     """
     manifest = read_manifest(directory)
     for name, entry in manifest.files.items():
-        _check(directory / name, entry, *_measure(directory / name))
+        if name not in besides:
+            check_file(directory / name, expected=entry, found=_measure(directory / name))
     return manifest
 
 
@@ -142,7 +169,7 @@ def read_verified(directory: Path, name: str) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error}") from error
-    _check(path, entry, len(content), xxhash.xxh3_128_hexdigest(content))
+    check_file(path, expected=entry, found=FileEntry(bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content)))
     return content
 
 
@@ -156,7 +183,7 @@ def complete_steps(root: Path) -> list[int]:
     """Steps with a complete directory under `root`, ascending; empty when `root` does not exist."""
     if not root.is_dir():
         return []
-    matches = (_STEP_NAME.fullmatch(path.name) for path in root.iterdir() if (path / MARKER).is_file())
+    matches = (STEP_NAME.fullmatch(path.name) for path in root.iterdir() if (path / MARKER).is_file())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -166,24 +193,26 @@ def latest_step(root: Path) -> int | None:
 
 
 def _step_of(final: Path) -> int:
-    match = _STEP_NAME.fullmatch(final.name)
+    match = STEP_NAME.fullmatch(final.name)
     assert match, f"{final} is not named step_N"
     return int(match[1])
 
 
-def _seal(directory: Path, step: int) -> None:
-    """Write the marker and force all of `directory` to disk; the marker last, after its files are durable."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+def _seal(draft: Draft, step: int, *, durable: bool) -> None:
+    """Write the marker and, where it is to last, force everything to disk; the marker after its files."""
+    directory = draft.directory
     files: dict[str, FileEntry] = {}
-    for path in paths:
-        _fsync(path)
-        size, xxh3 = _measure(path)
-        files[path.relative_to(directory).as_posix()] = FileEntry(bytes=size, xxh3=xxh3)
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        if durable:
+            _fsync(path)
+        name = path.relative_to(directory).as_posix()
+        files[name] = draft.measured.get(name) or _measure(path)
     marker = directory / MARKER
-    marker.write_bytes(msgspec.json.encode(Manifest(format=_FORMAT, step=step, files=files)))
-    _fsync(marker)
-    for folder in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
-        _fsync(folder)
+    manifest = Manifest(format=_FORMAT, step=step, files=files, weights=draft.weights)
+    marker.write_bytes(msgspec.json.encode(manifest))
+    if durable:
+        for path in [marker, *(path for path in directory.rglob("*") if path.is_dir()), directory]:
+            _fsync(path)
 
 
 def _fsync(path: Path) -> None:
@@ -194,7 +223,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _measure(path: Path) -> tuple[int, str]:
+def _measure(path: Path) -> FileEntry:
     hasher = xxhash.xxh3_128()
     size = 0
     try:
@@ -204,11 +233,12 @@ def _measure(path: Path) -> tuple[int, str]:
                 size += len(chunk)
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error}") from error
-    return size, hasher.hexdigest()
+    return FileEntry(bytes=size, xxh3=hasher.hexdigest())
 
 
-def _check(path: Path, entry: FileEntry, size: int, xxh3: str) -> None:
-    if size != entry.bytes:
-        raise ArtifactError(f"{path} has {size} bytes, its marker says {entry.bytes}: it was cut or changed")
-    if xxh3 != entry.xxh3:
-        raise ArtifactError(f"{path} is damaged: its digest is {xxh3}, its marker says {entry.xxh3}")
+def check_file(path: Path, *, expected: FileEntry, found: FileEntry) -> None:
+    """Raises: ArtifactError naming the file when it is not the one that its marker describes."""
+    if found.bytes != expected.bytes:
+        raise ArtifactError(f"{path} has {found.bytes} bytes, its marker says {expected.bytes}: it was cut or changed")
+    if found.xxh3 != expected.xxh3:
+        raise ArtifactError(f"{path} is damaged: its digest is {found.xxh3}, its marker says {expected.xxh3}")

@@ -1,55 +1,143 @@
-"""Model weights from the trainer to the inference engine through the filesystem. Both ends.
+"""Model weights from the trainer to the inference server through the filesystem. Both ends.
 
-`<weights_dir>/step_N/` is a Hugging Face model directory (safetensors in shards of at most 5 GB, config,
-tokenizer) beside the marker of `transport.manifest`. The channel sees (name, tensor) pairs, never a model.
+`<weights_dir>/step_N/` is a Hugging Face model directory (safetensors in shards of at most 5 GB, config, tokenizer), or
+that of a PEFT adapter, beside the marker of `transport.manifest`, which names every tensor with its checksum. The
+channel sees (name, tensor) pairs, never a model. A reader that holds the same checksums afterwards has proven that
+every tensor arrived.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
+from torch import Tensor
 
-from prime_rl.models.hf import MAX_SHARD_BYTES, copy_assets, read_json, read_safetensors, write_safetensors
+from prime_rl.errors import ArtifactError, ModelError
+from prime_rl.models import lora
+from prime_rl.models.hf import (
+    MAX_SHARD_BYTES,
+    copy_assets,
+    read_json,
+    read_safetensors,
+    weight_files,
+    write_safetensors,
+)
+from prime_rl.models.tensor_files import FileDigest, read_file, write_file
 from prime_rl.paths import step_dir
-from prime_rl.transport.manifest import publish_dir, verify
+from prime_rl.transport.checksum import Tally, combined, entries
+from prime_rl.transport.manifest import (
+    MARKER,
+    STEP_NAME,
+    Draft,
+    FileEntry,
+    Manifest,
+    PublishedWeights,
+    TensorEntry,
+    check_file,
+    draft_dir,
+    read_manifest,
+    verify,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
+    """All tensors of a directory in the CPU's memory, equal to what its marker says of them."""
+
+    published: PublishedWeights
+    tensors: dict[str, Tensor]
 
 
 def publish_weights(
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     step: int,
     weights_dir: Path,
     assets: Path,
     tokenizer: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
 ) -> Path:
     """Publish the weights after `step` optimizer steps and return their directory.
 
     `assets` is a model directory whose config is copied, and its tokenizer unless `tokenizer` is the directory of
     another; the config's dtype becomes that of the tensors, so that a reader who asks for the stored dtype gets the
-    stored values.
+    stored values. `durable`: see `draft_dir`.
 
     Raises: ArtifactError when that step exists already or the disk refuses.
     """
-    dtypes: set[torch.dtype] = set()
-
-    def noting_dtypes() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            dtypes.add(tensor.dtype)
-            yield name, tensor
-
     final = step_dir(weights_dir, step)
-    with publish_dir(final) as directory:
-        copy_assets(assets, directory, tokenizer=tokenizer)
-        write_safetensors(noting_dtypes(), directory, max_shard_bytes=max_shard_bytes)
+    with draft_dir(final, durable=durable) as draft:
+        copy_assets(assets, draft.directory, tokenizer=tokenizer)
+        tally = Tally()
+        files = write_safetensors(_noting(tensors, tally), draft.directory, max_shard_bytes=max_shard_bytes)
+        _note_files(draft, files)
+        draft.weights = published("model", tally.entries())
+        dtypes = {tensor.dtype for tensor in draft.weights.tensors.values()}
         if len(dtypes) == 1:
-            _set_dtype(directory / "config.json", dtypes.pop())
+            _set_dtype(draft.directory / "config.json", dtypes.pop())
     return final
 
 
-def read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of published weights, after their digests were checked.
+def publish_adapter(
+    config: lora.AdapterConfig,
+    factors: lora.Factors,
+    *,
+    step: int,
+    weights_dir: Path,
+    base_model: str,
+    durable: bool = True,
+) -> Path:
+    """Publish an adapter of `base_model`, the model that the server was started with, as PEFT's files.
+
+    Raises: ArtifactError as `publish_weights`.
+    """
+    final = step_dir(weights_dir, step)
+    with draft_dir(final, durable=durable) as draft:
+        tensors = lora.adapter_tensors(factors)
+        _note_files(draft, {lora.WEIGHTS_FILE: write_file(draft.directory / lora.WEIGHTS_FILE, tensors)})
+        lora.write_config(config, draft.directory, base_model=base_model)
+        draft.weights = published("adapter", entries(tensors))
+    return final
+
+
+def published(kind: Literal["model", "adapter", "nccl"], tensors: dict[str, TensorEntry]) -> PublishedWeights:
+    """The marker's entry for these tensors."""
+    return PublishedWeights(kind=kind, digest=combined(tensors), tensors=tensors)
+
+
+def load_weights(directory: Path, *, pin_memory: bool = False) -> LoadedWeights:
+    """Read a published directory, or a plain model directory, in one pass that checks what it reads.
+
+    `pin_memory`: for fast copies to a GPU. A directory without a marker is a Hugging Face model or an adapter as others
+    write it; only one that is named `step_N` needs a marker, for there it says that the directory is complete.
+
+    Raises: ArtifactError naming what is missing or damaged, ModelError for files of another format.
+    """
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory} does not exist")
+    has_marker = STEP_NAME.fullmatch(directory.name) is not None or (directory / MARKER).exists()
+    announced = read_manifest(directory).weights if has_marker else None
+    if announced is not None and announced.kind == "nccl":
+        raise ArtifactError(f"{directory} announces a transfer from GPU to GPU and holds no tensors itself")
+    is_adapter = lora.is_adapter(directory)
+    files = [directory / lora.WEIGHTS_FILE] if is_adapter else weight_files(directory)
+    manifest = verify(directory, besides={path.name for path in files}) if has_marker else None
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        tensors |= _read_checked(path, manifest, pin_memory)
+    if not tensors:
+        raise ModelError(f"{directory} holds no tensors")
+    found = announced or published("adapter" if is_adapter else "model", entries(tensors))
+    _check_names(directory, found, tensors)
+    return LoadedWeights(published=found, tensors=tensors)
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of published full weights one at a time, after their digests were checked: for models that do not fit
+    into memory twice. `load_weights` reads the files once instead of twice.
 
     Raises: ArtifactError, before the first tensor, naming a file that is missing or damaged.
     """
@@ -57,11 +145,42 @@ def read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     return read_safetensors(directory)
 
 
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+def _noting(tensors: Iterable[tuple[str, Tensor]], tally: Tally) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        tally.add(name, tensor)
+        yield name, tensor
+
+
+def _note_files(draft: Draft, files: Mapping[str, FileDigest]) -> None:
+    draft.measured |= {name: FileEntry(bytes=file.num_bytes, xxh3=file.xxh3) for name, file in files.items()}
+
+
+def _read_checked(path: Path, manifest: Manifest | None, pin_memory: bool) -> dict[str, Tensor]:
+    try:
+        tensors, found = read_file(path, pin_memory=pin_memory)
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from error
+    if manifest is not None:
+        expected = manifest.files.get(path.name)
+        if expected is None:
+            raise ArtifactError(f"{path} is not listed in its marker: it was not published with the others")
+        check_file(path, expected=expected, found=FileEntry(bytes=found.num_bytes, xxh3=found.xxh3))
+    return tensors
+
+
+def _check_names(directory: Path, announced: PublishedWeights, tensors: Mapping[str, Tensor]) -> None:
+    """Raises: ArtifactError where the marker names other tensors than the files hold."""
+    differing = sorted(announced.tensors.keys() ^ tensors.keys())
+    if differing:
+        raise ArtifactError(
+            f"{directory}: the marker and the files do not name the same tensors; {differing[0]} is in one of them"
+        )
+
+
+def _set_dtype(config_file: Path, dtype: str) -> None:
     """Name `dtype` in a config.json, under the key of transformers 5 and, where it is used, the older one."""
     config = read_json(config_file)
-    name = str(dtype).removeprefix("torch.")
-    config["dtype"] = name
+    config["dtype"] = dtype
     if "torch_dtype" in config:
-        config["torch_dtype"] = name
+        config["torch_dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

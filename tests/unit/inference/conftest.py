@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.fake import FakeBackend
 from prime_rl.inference.server import build_server
 from prime_rl.inference.service import Service
@@ -101,7 +102,11 @@ def serve(tokenizer: TextTokenizer) -> Serve:
     async def run(
         backend: FakeBackend, *, key: str | None = None, tokenizer: TextTokenizer = tokenizer
     ) -> AsyncIterator[Running]:
-        service = Service.build(backend, tokenizer, model_name=MODEL, model_root="/models/tiny")
+        first = {name: tensor.clone() for name, tensor in backend.weights().items()}
+        administration = EmbeddedAdministration(backend, first=first.items)
+        service = Service.build(
+            backend, tokenizer, model_name=MODEL, model_root="/models/tiny", administration=administration
+        )
         server = build_server(service, key)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -9,6 +9,7 @@ from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, InferenceError, ModelError
 from prime_rl.inference.backend import EngineFailed
+from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run, serve
 from prime_rl.inference.service import Service
 
@@ -108,7 +109,10 @@ async def test_a_server_whose_engine_fails_answers_what_is_in_flight_and_ends(
 ):
     backend = make_backend()
     backend.gate.clear()
-    service = Service.build(backend, tokenizer, model_name="tiny", model_root="/models/tiny")
+    administration = EmbeddedAdministration(backend, first=backend.weights().items)
+    service = Service.build(
+        backend, tokenizer, model_name="tiny", model_root="/models/tiny", administration=administration
+    )
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(serve(service, listener, None))
@@ -129,7 +133,10 @@ async def test_a_server_whose_engine_fails_answers_what_is_in_flight_and_ends(
 
 async def test_a_server_that_is_told_to_stop_ends_without_an_error(own_signals, make_backend, tokenizer, eventually):
     backend = make_backend()
-    service = Service.build(backend, tokenizer, model_name="tiny", model_root="/models/tiny")
+    administration = EmbeddedAdministration(backend, first=backend.weights().items)
+    service = Service.build(
+        backend, tokenizer, model_name="tiny", model_root="/models/tiny", administration=administration
+    )
     with bind("127.0.0.1", 0) as listener:
         serving = asyncio.create_task(serve(service, listener, None))
         await eventually(lambda: bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
