@@ -6,7 +6,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError
 from prime_rl.inference.engine.cache import BlockCache
 from prime_rl.inference.engine.engine import Engine
-from prime_rl.inference.engine.runner import Runner
+from prime_rl.inference.engine.runner import CpuRunner
 from prime_rl.inference.engine.scheduler import Scheduler
 from prime_rl.logs import get_logger
 from prime_rl.models.attention import PagedCache
@@ -33,7 +33,7 @@ def build_engine(config: InferenceConfig) -> Engine:
     decoder.eval().requires_grad_(False)
     shape = decoder.config
     num_blocks, max_model_len = _cache_size(config, shape, dtype, device, _max_model_len(config, shape))
-    runner = Runner(
+    runner = CpuRunner(
         decoder,
         PagedCache.allocate(
             (shape.num_layers, num_blocks, shape.num_kv_heads, shape.head_dim), config.block_size, dtype, device

@@ -2,7 +2,11 @@
 
     event loop                          engine thread
     generate --- commands ------------> between two steps: add, abort, swap weights, pause
-             <-- one callback a step -- schedule -> compute and sample -> append
+             <-- one callback a step -- schedule -> launch -> collect -> append
+
+Where the runner looks ahead (a GPU), a step is launched before the one before it is collected, so that scheduling,
+appending and delivery happen while the GPU computes. A token that ends a request is then found one step late: what that
+step drew for it is dropped.
 
     row        consumes               waits for              unblocked by
     engine     commands, its blocks   a command when idle    any method of `Engine`
@@ -29,7 +33,7 @@ from prime_rl.inference.backend import (
     RequestError,
     TokenOutput,
 )
-from prime_rl.inference.engine.runner import Runner
+from prime_rl.inference.engine.runner import Launched, Runner
 from prime_rl.inference.engine.sampler import Sampled
 from prime_rl.inference.engine.scheduler import Scheduler, Sequence
 from prime_rl.logs import get_logger
@@ -77,6 +81,7 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
+        self._in_flight: tuple[Launched, int] | None = None  # a launched step and its weights version
         self._paused = False
         self._closing = False
         self._failure: EngineFailed | None = None
@@ -185,7 +190,7 @@ class Engine:
             command()
 
     async def _call(self, command: Callable[[], None], *, ends_engine: bool = False) -> None:
-        """Run `command` on the engine thread and wait for it; its exception is raised here.
+        """Run `command` on the engine thread with no step in flight and wait for it; its exception is raised here.
 
         It ends nothing else unless `ends_engine`: then the engine fails with it.
         """
@@ -195,10 +200,13 @@ class Engine:
             if self._failure is not None:
                 done.set_exception(self._failure)
                 return
+            collected = False
             try:
+                self._collect()
+                collected = True
                 command()
             except Exception as error:
-                if ends_engine:
+                if ends_engine or not collected:
                     self._submit(run)  # for `_end`, which makes the failure known first
                     raise
                 done.set_exception(error)
@@ -249,11 +257,28 @@ class Engine:
             self._aborted += 1
 
     def _step(self) -> None:
-        sequences, sampled = self.runner.step(self.scheduler.schedule())
+        """Launch a step and collect it or, where the runner looks ahead, the one before it."""
+        # Penalties need the ids of all tokens so far.
+        if any(sequence.sampling.repetition_penalty != 1.0 for sequence in self.scheduler.running):
+            self._collect()
+        chunks = self.scheduler.schedule()
+        launched = (self.runner.launch(chunks), self.version) if chunks else None
+        self._collect()
+        self._in_flight = launched
+        if not self.runner.looks_ahead:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the step in flight, if there is one, and hand out its tokens."""
+        if self._in_flight is None:
+            return
+        (launched, version), self._in_flight = self._in_flight, None
+        sampled = launched.collect()
         self._steps += 1
         if sampled is not None:
-            failures = [self._fail(sequences[row]) for row in sampled.undrawn]
-            self._post(self._append(sequences, sampled), failures)
+            sequences = launched.sequences
+            failures = [self._fail(sequences[row]) for row in sampled.undrawn if not sequences[row].ended]
+            self._post(self._append(sequences, sampled, version), failures)
 
     def _fail(self, sequence: Sequence) -> Failure:
         """Take out a request that has nothing to draw from; returns what its stream is due."""
@@ -264,18 +289,17 @@ class Engine:
             "repetition_penalty closer to 1"
         )
 
-    def _append(self, sequences: list[Sequence], sampled: Sampled) -> list[Delivery]:
+    def _append(self, sequences: list[Sequence], sampled: Sampled, version: int) -> list[Delivery]:
         """Add one token to every sequence that has one; returns what their streams are due."""
         deliveries: list[Delivery] = []
-        undrawn = sampled.undrawn
-        self._generated += len(sequences) - len(undrawn)
-        append, streams, version, tops = self.scheduler.append, self._streams, self.version, sampled.top_logprobs
+        append, streams, tops = self.scheduler.append, self._streams, sampled.top_logprobs
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)
         ):
-            if row in undrawn:
+            if sequence.ended:
                 continue
             reason = append(sequence, token)
+            self._generated += 1
             output = TokenOutput(
                 token_id=token,
                 logprob=logprob,

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,8 +18,36 @@ from prime_rl.models.fused import FusedDecoder
 from prime_rl.models.native import Buffers, Kernels, NativeAttention, supports
 
 
-class Runner:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that is computed, or queued to be."""
+
+    sequences: list[Sequence]
+    """Those that a token is drawn for."""
+    collect: Callable[[], Sampled | None]
+    """Waits for the step and returns what was drawn, None where `sequences` is empty. Steps are collected in order."""
+
+
+class Runner(Protocol):
+    """What the engine needs of whoever computes its steps. `CpuRunner` and `GpuRunner` implement it."""
+
+    decoder: Decoder
+    looks_ahead: bool
+    """Whether a step may be launched before the one before it is collected; at most one."""
+
+    def launch(self, chunks: Seq[Chunk]) -> Launched:
+        """Compute all chunks, after those of earlier steps."""
+        ...
+
+    def swap_weights(self, swap: Callable[[], None]) -> None:
+        """Run `swap`, which writes the decoder's parameters in place; every launched step is collected before."""
+        ...
+
+
+class CpuRunner:
     """Holds the decoder, the cache and the block table of the running sequences. Knows nothing of requests' ends."""
+
+    looks_ahead = False
 
     def __init__(
         self,
@@ -31,8 +61,7 @@ class Runner:
         """`kernels`, for a decoder on the CPU: used where they take the model's sizes."""
         self.decoder = decoder
         self.cache = cache
-        self.device = cache.keys.device
-        self.sampler = Sampler(self.device, kernels)
+        self.sampler = Sampler(cache.keys.device, kernels)
         max_blocks = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._model: Decoder | FusedDecoder = decoder
@@ -44,19 +73,19 @@ class Runner:
             self._attention = partial(NativeAttention, kernels, buffers, cache, shape.num_heads)
 
     @torch.inference_mode()
-    def step(self, chunks: Seq[Chunk]) -> tuple[list[Sequence], Sampled | None]:
-        """Compute all chunks; returns the sequences whose every token is computed, and what was sampled for them."""
+    def launch(self, chunks: Seq[Chunk]) -> Launched:
+        """Compute all chunks and draw the tokens, before it returns."""
         ids_T, step = self._arrays(chunks)
-        positions_T = torch.from_numpy(step.positions.astype(np.int64)).to(self.device)
-        hidden_TH = self._model(ids_T.to(self.device), positions_T, self._attention(step))
-        complete = [chunk.sequence.num_computed == len(chunk.sequence.tokens) for chunk in chunks]
-        sequences = [chunk.sequence for chunk, done in zip(chunks, complete, strict=True) if done]
+        positions_T = torch.from_numpy(step.positions.astype(np.int64))
+        hidden_TH = self._model(ids_T, positions_T, self._attention(step))
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sequences:
-            return [], None
+            return Launched(sequences=[], collect=lambda: None)
         if len(sequences) < len(ids_T):
             last = np.cumsum(step.lengths) - 1
-            hidden_TH = hidden_TH[torch.from_numpy(last[np.array(complete)]).to(self.device)]
-        return sequences, self.sampler.sample(self._model.logits(hidden_TH), sequences)
+            hidden_TH = hidden_TH[torch.from_numpy(last[np.array([chunk.samples for chunk in chunks])])]
+        sampled = self.sampler.sample(self._model.logits(hidden_TH), sequences)
+        return Launched(sequences=sequences, collect=lambda: sampled)
 
     def _arrays(self, chunks: Seq[Chunk]) -> tuple[Tensor, PagedStep]:
         """Token ids [T] of the step, and where its tokens stand."""

@@ -4,6 +4,9 @@ Every request is a list of tokens of which the first `num_computed` have keys an
 the next tokens of each running request: one in decoding, a chunk in prefill. When all are computed, one more is
 sampled. So prefill, decoding, chunking and recomputing after preemption are one rule.
 
+A step may be scheduled while the one before it is still computed: the token that it draws is then *in flight*. Its
+place in the sequence is known, its id is not.
+
 Requests run in order of arrival and are preempted in the opposite order: the oldest always advances, hence all end.
 A preempted request keeps its tokens and loses only its blocks.
 """
@@ -27,6 +30,10 @@ class Sequence:
     stop_ids: frozenset[int]
     seed: int
     num_computed: int = 0
+    in_flight: int = 0
+    """Tokens that scheduled steps draw and that are not appended yet."""
+    ended: bool = False
+    """Taken out: what is still in flight for it is dropped."""
     blocks: list[int] = field(default_factory=list)
     row: int = -1
     """Row of the block table while running."""
@@ -48,6 +55,13 @@ class Chunk:
     sequence: Sequence
     start: int
     length: int
+    samples: bool = True
+    """Whether these are the last ones, so that a token is drawn after them."""
+
+    @property
+    def index(self) -> int:
+        """Which token of the completion is drawn after this chunk, from 0."""
+        return self.start + self.length - self.sequence.prompt_len
 
 
 class Scheduler:
@@ -77,10 +91,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """Choose and account for the next step; its chunks must be computed before anything else happens.
+        """Choose and account for the next step; its chunks must be computed before those of any later one.
 
-        Empty only when there is no work. Blocks that this step fills are findable at once, also by later chunks of
-        this step: a step writes all keys and values of a layer before any of its tokens attends there.
+        Empty when there is no work, or when every running sequence has its last token in flight. Blocks that this step
+        fills with known tokens are findable at once, also by later chunks of this step: a step writes all keys and
+        values of a layer before any of its tokens attends there.
         """
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -88,7 +103,10 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            length = min(len(sequence.tokens) - sequence.num_computed, budget)
+            if sequence.in_flight and self._is_full(sequence, sequence.in_flight):
+                index += 1
+                continue
+            length = min(len(sequence.tokens) + sequence.in_flight - sequence.num_computed, budget)
             if not self._grow(sequence, sequence.num_computed + length):
                 break
             chunks.append(self._advance(sequence, length))
@@ -104,19 +122,24 @@ class Scheduler:
         return chunks
 
     def append(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Add a sampled token; ends the sequence when this is its last."""
+        """Add a token that was in flight; ends the sequence when this is its last."""
         sequence.tokens.append(token)
+        sequence.in_flight -= 1
         reason = None
         if token in sequence.stop_ids:
             reason = FinishReason.STOP
-        elif sequence.num_generated >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_model_len:
+        elif self._is_full(sequence):
             reason = FinishReason.LENGTH
         if reason is not None:
             self.remove(sequence)
         return reason
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, running or waiting, and give back what it holds."""
+        """Take a sequence out, running or waiting, and give back what it holds.
+
+        A step in flight may still write to its blocks. Whoever takes them next writes after that.
+        """
+        sequence.ended = True
         if sequence.row >= 0:
             self.running.remove(sequence)
             self._give_back(sequence)
@@ -136,6 +159,13 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
         if recompute:
             self.running.clear()
+
+    def _is_full(self, sequence: Sequence, more: int = 0) -> bool:
+        """Whether a sequence with `more` tokens would have all that it may have."""
+        return (
+            sequence.num_generated + more >= sequence.sampling.max_tokens
+            or len(sequence.tokens) + more >= self.max_model_len
+        )
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to the running ones when blocks for all its tokens are free."""
@@ -173,10 +203,13 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, length: int) -> Chunk:
         """Count `length` tokens as computed and make the blocks that they fill findable."""
-        chunk = Chunk(sequence, sequence.num_computed, length)
+        start = sequence.num_computed
         sequence.num_computed += length
+        chunk = Chunk(sequence, start, length, sequence.num_computed == len(sequence.tokens) + sequence.in_flight)
+        sequence.in_flight += chunk.samples
         size = self.cache.block_size
-        while sequence.content_id is not None and (sequence.num_findable + 1) * size <= sequence.num_computed:
+        known = min(sequence.num_computed, len(sequence.tokens))
+        while sequence.content_id is not None and (sequence.num_findable + 1) * size <= known:
             start = sequence.num_findable * size
             sequence.content_id = self.cache.register(
                 sequence.blocks[sequence.num_findable], sequence.content_id, sequence.tokens[start : start + size]

@@ -2,16 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.inference.backend import EngineFailed, FinishReason, GenerationRequest, RequestError, SamplingParams
+from prime_rl.inference.backend import (
+    EngineFailed,
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    SamplingParams,
+    TokenOutput,
+)
 from prime_rl.inference.engine.build import build_engine
 from prime_rl.inference.engine.engine import Engine
+from prime_rl.inference.engine.runner import CpuRunner, Launched
+from prime_rl.inference.engine.sampler import Sampled
+from prime_rl.inference.engine.scheduler import Chunk
 
 CONFIG = {
     "model_type": "qwen3",
@@ -172,6 +182,84 @@ async def test_requests_without_a_seed_differ(engine: Engine) -> None:
     assert runs[0] != runs[1]
 
 
+class AheadRunner:
+    """A runner on the CPU that is asked for a step before the one before it is collected, as on a GPU."""
+
+    looks_ahead = True
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self.runner = runner
+        self.decoder = runner.decoder
+        self.drawn: dict[str, list[int]] = {}  # tokens in flight
+        self.uncollected = self.most_uncollected = 0
+
+    def launch(self, chunks: list[Chunk]) -> Launched:
+        ahead = [(chunk.sequence, self.drawn.get(chunk.sequence.request_id, [])) for chunk in chunks]
+        for sequence, drawn in ahead:
+            sequence.tokens += drawn
+        launched = self.runner.launch(chunks)
+        for sequence, drawn in ahead:
+            del sequence.tokens[len(sequence.tokens) - len(drawn) :]
+        sampled = launched.collect()
+        for row, sequence in enumerate(launched.sequences):
+            assert sampled is not None
+            self.drawn.setdefault(sequence.request_id, []).append(sampled.token_ids[row])
+        self.uncollected += 1
+        self.most_uncollected = max(self.uncollected, self.most_uncollected)
+
+        def collect() -> Sampled | None:
+            self.uncollected -= 1
+            for sequence in launched.sequences:
+                del self.drawn[sequence.request_id][0]
+            return sampled
+
+        return Launched(sequences=launched.sequences, collect=collect)
+
+    def swap_weights(self, swap: Callable[[], None]) -> None:
+        assert self.uncollected == 0
+        self.runner.swap_weights(swap)
+
+
+async def test_running_ahead_changes_no_token(engine: Engine) -> None:
+    """Stop tokens are found a step late, blocks run out, one request is abandoned and weights change in between."""
+
+    async def run() -> list[list[tuple[int, float, int]]]:
+        prompts = [[2 + row, 3, 4 + row] for row in range(8)]
+        asked = [
+            request(f"r{row}", prompt, max_tokens=30, seed=row, stop_token_ids=(5, 6), stream=row % 2 == 0)
+            for row, prompt in enumerate(prompts)
+        ]
+        asked[3] = request("r3", prompts[3], max_tokens=30, seed=3, repetition_penalty=1.3)
+        abandoned = engine.generate(request("gone", max_tokens=4000))
+        found = asyncio.gather(*(_collect(engine, one) for one in asked))
+        await anext(abandoned)
+        await abandoned.aclose()
+        await engine.pause()
+        await engine.resume()
+        return [[(o.token_id, o.logprob, o.version) for o in outputs] for outputs in await found]
+
+    expected = await run()
+    assert isinstance(engine.runner, CpuRunner)
+    ahead = AheadRunner(engine.runner)
+    engine.runner = ahead
+    found = await run()
+    await engine.update_weights(lambda: None, 1)
+    assert (ahead.most_uncollected, ahead.uncollected) == (2, 0)
+    assert [[token for token, _, _ in row] for row in found] == [[token for token, _, _ in row] for row in expected]
+    assert [[lp for _, lp, _ in row] for row in found] == [
+        pytest.approx([lp for _, lp, _ in row], abs=1e-5) for row in expected
+    ]
+    assert len({len(row) for row in expected}) > 2  # some stopped early
+    stats = engine.stats()
+    assert (stats.num_running, stats.kv_blocks_used, stats.generated_tokens_total >= 2 * sum(map(len, expected))) == (
+        0, 0, True,
+    )  # fmt: skip
+
+
+async def _collect(engine: Engine, request: GenerationRequest) -> list[TokenOutput]:
+    return [output async for piece in engine.generate(request) for output in piece]
+
+
 async def test_a_failing_step_fails_every_request_and_all_later_calls(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,7 +270,7 @@ async def test_a_failing_step_fails_every_request_and_all_later_calls(
     def explode(chunks: object) -> None:
         raise RuntimeError("out of magic")
 
-    monkeypatch.setattr(engine.runner, "step", explode)
+    monkeypatch.setattr(engine.runner, "launch", explode)
     await engine.resume()
     for task in tasks:
         with pytest.raises(EngineFailed, match="RuntimeError: out of magic"):

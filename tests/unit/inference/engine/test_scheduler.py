@@ -51,7 +51,7 @@ def test_long_prompts_are_computed_in_pieces_beside_decoding_ones() -> None:
     advance(scheduler)
     scheduler.add(sequence("b", list(range(20))))
     assert shape(scheduler.schedule()) == [("a", 2, 1), ("b", 0, 7)]
-    assert shape(scheduler.schedule())[-1] == ("b", 7, 8)
+    assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 7, 7)]
 
 
 def test_the_step_budget_never_starves_decoding() -> None:
@@ -238,3 +238,50 @@ def test_random_work_loses_no_block_mixes_no_content_and_ends(seed: int) -> None
     assert not alive
     assert not arrivals
     assert scheduler.cache.num_free == scheduler.cache.num_blocks
+
+
+def test_a_step_is_scheduled_while_the_token_before_it_is_in_flight() -> None:
+    scheduler = make()
+    scheduler.add(sequence("a", [1, 2], max_tokens=3))
+    first, second, third = (scheduler.schedule()[0] for _ in range(3))
+    assert [(chunk.start, chunk.length, chunk.samples, chunk.index) for chunk in (first, second, third)] == [
+        (0, 2, True, 0), (2, 1, True, 1), (3, 1, True, 2),
+    ]  # fmt: skip
+    assert scheduler.schedule() == []  # its last token is in flight
+    assert [scheduler.append(first.sequence, token) for token in (7, 8, 9)] == [None, None, FinishReason.LENGTH]
+    assert (first.sequence.tokens, first.sequence.in_flight) == ([1, 2, 7, 8, 9], 0)
+    assert (first.sequence.ended, scheduler.has_work) == (True, False)
+
+
+def test_a_chunk_that_leaves_tokens_of_the_prompt_draws_none() -> None:
+    scheduler = make(max_num_batched_tokens=8)
+    scheduler.add(sequence("a", list(range(12))))
+    assert [scheduler.schedule()[0].samples for _ in range(3)] == [False, True, True]
+
+
+def test_a_block_is_findable_only_when_all_its_tokens_are_known() -> None:
+    scheduler = make()
+    scheduler.add(sequence("a", [1, 2, 3], max_tokens=9))
+    for _ in range(2):
+        scheduler.schedule()  # the block is full; its last token is in flight
+    (running,) = scheduler.running
+    assert (running.num_computed, running.num_findable) == (4, 0)
+    scheduler.append(running, 4)
+    scheduler.schedule()
+    assert running.num_findable == 1
+    assert len(scheduler.cache.match([1, 2, 3, 4, 5], 1)) == 1
+
+
+def test_a_preempted_sequence_keeps_the_token_that_was_in_flight() -> None:
+    scheduler = make(num_blocks=4)
+    for name, prompt in (("a", [1] * 7), ("b", [2] * 7)):
+        scheduler.add(sequence(name, prompt))
+    scheduler.schedule()
+    scheduler.schedule()
+    a, b = scheduler.running
+    scheduler.append(a, 5)
+    scheduler.append(b, 6)
+    assert shape(scheduler.schedule()) == [("a", 8, 1)]  # a needs a third block
+    assert (scheduler.num_preemptions, list(scheduler.waiting), b.in_flight) == (1, [b], 1)
+    scheduler.append(b, 7)
+    assert (b.tokens[-2:], b.in_flight, b.num_computed) == ([6, 7], 0, 0)
