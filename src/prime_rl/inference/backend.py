@@ -36,6 +36,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+RankedLogprob = tuple[int, float, int]
+"""A token, its logprob, and its rank among all tokens, from 1."""
+
+PromptLogprobs = list[list[RankedLogprob] | None]
+"""One entry per prompt token: the token itself, then the most likely; None for the first, which nothing predicts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn. The distribution is made by penalty, temperature, top-k, top-p, min-p, in this order.
@@ -59,6 +66,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_top_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
+    """Report the logprobs of the prompt, of this many most likely tokens beside its own; they are those of the model's
+    own distribution (temperature 1). None: report none."""
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end a completion of a model with these end-of-sequence tokens."""
@@ -79,6 +89,7 @@ class SamplingParams:
                 f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}",
             ),
             (self.num_top_logprobs >= 0, f"the number of top logprobs must not be negative: {self.num_top_logprobs}"),
+            ((self.num_prompt_logprobs or 0) >= 0, f"prompt_logprobs must not be negative: {self.num_prompt_logprobs}"),
         )
         for holds, message in checks:
             if not holds:
@@ -118,6 +129,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     version: int
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """On the first token of a request that asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from prime_rl.inference.generation import Completion, Delta
 from prime_rl.inference.http import HttpError, read_json
-from prime_rl.inference.logprobs import chat_logprobs
+from prime_rl.inference.logprobs import chat_logprobs, prompt_logprobs
 from prime_rl.inference.messages import template_messages
 from prime_rl.inference.requests import (
     ChatRequest,
@@ -43,6 +43,7 @@ async def chat_completions(request: Request) -> Response:
         range(num_choices(body)),
         max_tokens=fitting_max_tokens(asked, prompt_ids, service.limits) if asked else room,
         num_top_logprobs=body.top_logprobs or 0,
+        num_prompt_logprobs=body.prompt_logprobs,
         with_text=True,
         stream=bool(body.stream),
     )
@@ -87,7 +88,8 @@ class ChatShape:
             {"index": index, "message": {"role": "assistant", "content": completion.text}} | self._rest(completion)
             for index, completion in enumerate(completions)
         ]
-        return self._envelope("chat.completion", choices) | self._prompt()
+        scores = prompt_logprobs(completions[0].prompt_logprobs, self.service.tokenizer)
+        return self._envelope("chat.completion", choices) | self._prompt() | {"prompt_logprobs": scores}
 
     def opening(self) -> list[Json]:
         return [

@@ -15,6 +15,7 @@ from prime_rl.inference.backend import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     RequestError,
     TokenOutput,
 )
@@ -108,7 +109,22 @@ class FakeBackend:
             version=self.version,
             top_logprobs=tuple((other % self.vocab_size, value) for other, value in others),
             finish_reason=reason,
+            prompt_logprobs=self._score(request) if index == 0 else None,
         )
+
+    def _score(self, request: GenerationRequest) -> PromptLogprobs | None:
+        """Every prompt token at logprob -1 and rank 2, behind the token after it in the vocabulary."""
+        num_top = request.sampling.num_prompt_logprobs
+        if num_top is None:
+            return None
+        best = [((token + 1) % self.vocab_size, -0.5, 1) for token in request.prompt_ids]
+        return [
+            None,
+            *(
+                [(token, -1.0, 2), *[top][:num_top]]
+                for token, top in zip(request.prompt_ids[1:], best[1:], strict=True)
+            ),
+        ]
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.tensors

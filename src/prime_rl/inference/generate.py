@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from prime_rl.inference.generation import Completion, Delta
 from prime_rl.inference.http import read_json
-from prime_rl.inference.logprobs import generate_logprobs
+from prime_rl.inference.logprobs import generate_logprobs, prompt_logprobs
 from prime_rl.inference.requests import checked_prompt, num_choices, parse
 from prime_rl.inference.service import Json, Service
 from prime_rl.transport.api import GenerateRequest
@@ -35,6 +35,7 @@ async def generate(request: Request) -> Response:
         max_tokens=min(sampling.max_tokens or room, room),
         # The first of `top_logprobs` is the sampled token, which the engine reports anyway.
         num_top_logprobs=num_top if num_top > 1 else 0,
+        num_prompt_logprobs=sampling.prompt_logprobs,
         with_text=False,
         stream=bool(body.stream),
     )
@@ -63,6 +64,7 @@ class GenerateShape:
             "model": self.service.model_name,
             "created": self.created,
             "choices": [self._choice(index, completion) for index, completion in enumerate(completions)],
+            "prompt_logprobs": prompt_logprobs(completions[0].prompt_logprobs, None),
         }
 
     def opening(self) -> list[Json]:

@@ -16,6 +16,7 @@ from prime_rl.inference.backend import (
     Backend,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     TokenOutput,
 )
 from prime_rl.inference.http import HttpError
@@ -66,6 +67,10 @@ class Completion:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return self.tokens[0].prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

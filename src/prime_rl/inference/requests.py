@@ -16,6 +16,7 @@ from prime_rl.transport.api import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     NEUTRAL_VALUES,
+    GenerateSampling,
     Message,
     SamplingFields,
     StreamOptions,
@@ -65,6 +66,12 @@ class CompletionRequest(StreamingFields):
 
     prompt: str | Texts | TokenIds | Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 with `echo`: nothing but the prompt and its logprobs."""
+
+    echo: bool | None = None
+    """Let the text, and the logprobs where they were asked for, begin with the prompt."""
+
     add_special_tokens: bool = True
 
 
@@ -94,9 +101,9 @@ def parse(body: Any, kind: type[Body]) -> Body:
     """`body` as a request of `kind`; HttpError names the first wrong field."""
     if not isinstance(body, Mapping):
         raise HttpError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, kind)
     if isinstance(sampling := body.get("sampling_params"), Mapping):
-        _refuse_unsupported(sampling)
+        _refuse_unsupported(sampling, GenerateSampling)
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -134,9 +141,15 @@ def fitting_max_tokens(asked: int, prompt_ids: Sequence[int], limits: Limits) ->
 
 
 def sampling_params(
-    fields: SamplingFields, *, max_tokens: int, num_top_logprobs: int, choice: int, limits: Limits
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    num_top_logprobs: int,
+    num_prompt_logprobs: int | None,
+    choice: int,
+    limits: Limits,
 ) -> SamplingParams:
-    """The engine's sampling parameters of choice number `choice`."""
+    """The engine's sampling parameters of choice number `choice` of a prompt; the first one scores the prompt."""
     stop_token_ids = tuple(fields.stop_token_ids or ())
     if not all(0 <= token_id < limits.vocab_size for token_id in stop_token_ids):
         raise HttpError(
@@ -158,6 +171,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         num_top_logprobs=num_top_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs if choice == 0 else None,
     )
 
 
@@ -187,8 +201,8 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name in NEUTRAL_VALUES.keys() & body.keys():
+def _refuse_unsupported(body: Mapping[str, Any], kind: type[Message]) -> None:
+    for name in (NEUTRAL_VALUES.keys() & body.keys()) - kind.model_fields.keys():
         value = body[name]
         if value is not None and value not in NEUTRAL_VALUES[name]:
             raise HttpError(f"{name}={value!r:.80} is not supported by this server; leave it out", param=name)

@@ -56,7 +56,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": ([],),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -67,7 +66,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 """Fields of vLLM's requests that would change the result and are not implemented, with the values (beside null) that
-ask for nothing. Any other value is refused."""
+ask for nothing. Any other value is refused by a route that has no such field."""
 
 
 class Message(BaseModel):
@@ -118,6 +117,10 @@ class SamplingFields(Message):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; default true. Token ids are never left out."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the logprob of every token of the prompt, and this many most likely ones at its place, under the model's
+    own distribution. Not in a stream."""
 
 
 class StreamOptions(Message):
@@ -173,6 +176,21 @@ class Logprobs(Answer):
     content: list[SampledLogprob]
 
 
+class PromptLogprob(Answer):
+    """One token at one place of the prompt."""
+
+    logprob: float
+    rank: int
+    """Among all tokens, from 1."""
+
+    decoded_token: str | None
+    """The token as text; None on the generate route."""
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One entry per prompt token, by token id: the token itself first. None for the first token, which nothing predicts."""
+
+
 class GenerateChoice(Answer):
     """T sampled tokens of one choice; `logprobs` is there when it was asked for."""
 
@@ -208,6 +226,8 @@ class GenerateResponse(Answer):
     usage: Usage | None = None
     versions: list[VersionRuns] | None = None
     """One entry per choice; the counts of a choice sum to its sampled tokens. Not in chunks of a stream."""
+
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class UpdateWeightsRequest(Message):

@@ -248,3 +248,18 @@ async def test_the_verifiers_chat_client_recognises_a_prompt_that_is_too_long(se
         client = OpenAIChatCompletionsClient(running.openai)
         with pytest.raises(OverlongPromptError):
             await client.get_response([UserMessage(role="user", content="hi " * 40)], "tiny", {"max_tokens": 8})
+
+
+async def test_the_prompt_is_scored_on_demand(serve, make_backend):
+    async with serve(make_backend()) as running:
+        body = {"model": "tiny", "messages": HI, "max_tokens": 1}
+        answer = (await running.http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 0})).json()
+        without = (await running.http.post("/v1/chat/completions", json=body)).json()
+        echo = await running.http.post("/v1/chat/completions", json=body | {"echo": True})
+        prompt = running.backend.requests[0].prompt_ids
+    assert [entry and list(map(int, entry)) for entry in answer["prompt_logprobs"]] == [
+        None,
+        *([i] for i in prompt[1:]),
+    ]
+    assert without["prompt_logprobs"] is None
+    assert (echo.status_code, echo.json()["error"]["param"]) == (400, "echo")

@@ -96,3 +96,49 @@ async def test_the_verifiers_completions_client_reads_tokens_and_logprobs(serve,
     assert response.message.tokens.completion_ids == [256, 257, 260]
     assert response.message.tokens.completion_logprobs == [-0.01, -0.02, -0.03]
     assert len(response.message.tokens.prompt_ids) == 2
+
+
+async def test_the_prompt_is_scored_once_for_all_of_its_choices(serve, make_backend):
+    async with serve(make_backend()) as running:
+        body = {"model": "tiny", "prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 1, "prompt_logprobs": 1}
+        answer = (await running.http.post("/v1/completions", json=body)).json()
+        asked = [request.sampling.num_prompt_logprobs for request in running.backend.requests]
+    first, second, third, fourth = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert first == second
+    assert third == fourth
+    assert first[0] is None
+    assert [list(entry) for entry in first[1:]] == [["2", "3"], ["3", "4"]]
+    assert first[1]["2"] == {"logprob": -1.0, "rank": 2, "decoded_token": "#"}
+    assert (len(third), asked) == (2, [1, None, 1, None])
+
+
+@pytest.mark.parametrize("prompt", ["hello", [256, 257]])
+async def test_echo_begins_text_and_logprobs_with_the_prompt(serve, make_backend, say, prompt):
+    async with serve(make_backend(script=say("he"))) as running:
+        ask = running.openai.completions.create
+        (choice,) = (await ask(model="tiny", prompt=prompt, echo=True, logprobs=1)).choices
+        (alone,) = (await ask(model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=0)).choices
+        chunks = [chunk async for chunk in await ask(model="tiny", prompt=prompt, echo=True, stream=True)]
+    assert choice.text == "hellohe"
+    assert choice.logprobs.tokens == ["he", "llo", "he", "<|im_end|>"]
+    assert choice.logprobs.token_logprobs == [None, -1.0, -0.01, -0.02]
+    assert choice.logprobs.text_offset == [0, 2, 5, 7]
+    assert (alone.text, alone.logprobs.token_logprobs) == ("hello", [None, -1.0])
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "hellohe"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": True, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(serve, make_backend, body, param):
+    async with serve(make_backend()) as running:
+        answer = await running.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"} | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

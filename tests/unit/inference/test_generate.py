@@ -111,3 +111,14 @@ async def test_the_renderers_client_learns_the_context_length(serve, make_backen
             )
         assert running.backend.requests == []
     assert caught.value.max_prompt_len == 32
+
+
+async def test_the_prompt_is_scored_without_text(serve, make_backend):
+    async with serve(make_backend()) as running:
+        answer = await running.http.post(ROUTE, json=ask(prompt_logprobs=1, max_tokens=1, n=2))
+    scores = GenerateResponse.model_validate_json(answer.content).prompt_logprobs
+    assert scores[0] is None
+    assert {i: entry.model_dump() for i, entry in scores[1].items()} == {
+        2: {"logprob": -1.0, "rank": 2, "decoded_token": None},
+        3: {"logprob": -0.5, "rank": 1, "decoded_token": None},
+    }

@@ -1,7 +1,14 @@
 import math
 
 from prime_rl.inference.backend import TokenOutput
-from prime_rl.inference.logprobs import chat_logprobs, completion_logprobs, generate_logprobs
+from prime_rl.inference.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    generate_logprobs,
+    prompt_logprobs,
+    prompt_tokens,
+    sampled_tokens,
+)
 
 HE, LLO = 256, 257
 
@@ -33,7 +40,7 @@ def test_chat_names_tokens_by_id_when_asked(tokenizer):
 
 
 def test_completions_have_four_lists(tokenizer):
-    assert completion_logprobs(TOKENS, tokenizer, num_top=1, as_ids=False, text_offset=4) == {
+    assert completion_logprobs(sampled_tokens(TOKENS), tokenizer, num_top=1, as_ids=False, text_offset=4) == {
         "tokens": ["he", "llo"],
         "token_logprobs": [-0.5, -9999.0],
         "top_logprobs": [{"he": -0.5, "llo": -0.25}, {"llo": -9999.0}],
@@ -54,3 +61,28 @@ def test_generate_has_the_sampled_token_first():
 def test_generate_with_one_logprob_has_the_sampled_token_only():
     (entry,) = generate_logprobs([token(5, -1.0)], num_top=1)["content"]
     assert entry["top_logprobs"] == [{"token": "token_id:5", "logprob": -1.0}]
+
+
+SCORES = [None, [(LLO, -math.inf, 9), (HE, -0.5, 1)]]
+
+
+def test_prompt_logprobs_have_vllms_form(tokenizer):
+    assert prompt_logprobs(SCORES, tokenizer) == [
+        None,
+        {
+            LLO: {"logprob": -9999.0, "rank": 9, "decoded_token": "llo"},
+            HE: {"logprob": -0.5, "rank": 1, "decoded_token": "he"},
+        },
+    ]
+    assert prompt_logprobs(SCORES, None)[1][HE]["decoded_token"] is None
+    assert prompt_logprobs(None, tokenizer) is None
+
+
+def test_completions_can_begin_with_the_prompt_whose_first_token_has_no_logprob(tokenizer):
+    lists = completion_logprobs(prompt_tokens([HE, LLO], SCORES), tokenizer, num_top=1, as_ids=False)
+    assert lists == {
+        "tokens": ["he", "llo"],
+        "token_logprobs": [None, -9999.0],
+        "top_logprobs": [None, {"llo": -9999.0, "he": -0.5}],
+        "text_offset": [0, 2],
+    }

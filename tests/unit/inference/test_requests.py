@@ -19,7 +19,9 @@ LIMITS = Limits(max_model_len=16, vocab_size=100)
 
 def engine(choice=0, max_tokens=8, **fields):
     body = SamplingFields(**fields)
-    return sampling_params(body, max_tokens=max_tokens, num_top_logprobs=0, choice=choice, limits=LIMITS)
+    return sampling_params(
+        body, max_tokens=max_tokens, num_top_logprobs=0, num_prompt_logprobs=3, choice=choice, limits=LIMITS
+    )
 
 
 def test_sampling_that_is_not_given_takes_the_models_own_distribution():
@@ -36,6 +38,10 @@ def test_given_sampling_reaches_the_engine():
 
 def test_choices_of_a_seeded_request_differ():
     assert [engine(choice=i, seed=4).seed for i in range(3)] == [4, 5, 6]
+
+
+def test_the_first_choice_scores_the_prompt_for_all():
+    assert [engine(choice=i).num_prompt_logprobs for i in range(3)] == [3, None, None]
 
 
 @pytest.mark.parametrize(("given", "meant"), [(0.0, 0.0), (1e-9, 0.0), (0.01, 0.01)])
