@@ -8,6 +8,8 @@
   weights/step_N/                  the weights after N optimizer steps, Hugging Face format
   checkpoints/step_N/              what a run is resumed from
   evals/step_N/<environment>/      results of evaluating weights N
+  broadcasts/                      announcements of weights that are sent from GPU to GPU
+  events.jsonl                     what happened besides, such as a server that was lost
   reward.svg                       the reward curve
 """
 
@@ -22,9 +24,10 @@ RESULTS = ("rollouts", "weights", "checkpoints", "evals")
 
 MADE_BY_A_RUN = (
     *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*")),
-    *(f"configs/{process}.toml" for process in ("rl", "sft", "inference", "orchestrator", "trainer", "eval")),
+    *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
+    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK")),
     *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
-    *("logs/*.log", "logs/envs/*.log", "reward.svg"),
+    *("logs/*.log", "logs/envs/*.log", "reward.svg", "events.jsonl"),
 )
 """All that is ever deleted: patterns of the files and directories that a run makes."""
 
@@ -50,6 +53,14 @@ class RunPaths:
     @property
     def weights(self) -> Path:
         return self.output_dir / "weights"
+
+    @property
+    def broadcasts(self) -> Path:
+        return self.output_dir / "broadcasts"
+
+    @property
+    def events(self) -> Path:
+        return self.output_dir / "events.jsonl"
 
     @property
     def evals(self) -> Path:
