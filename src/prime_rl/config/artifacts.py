@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from prime_rl.config.conflict import Conflict
 from prime_rl.config.shared import BaseConfig
 
 
@@ -89,8 +88,9 @@ class WeightsConfig(BaseConfig):
 class SharedWeightBroadcastConfig(BaseConfig):
     """How new weights reach the inference server."""
 
-    type: Literal["filesystem", "nccl"] = "filesystem"
-    """filesystem: through `weights/step_N`. nccl: from GPU to GPU."""
+    type: Literal["filesystem", "nccl", "auto"] = "filesystem"
+    """filesystem: through `weights/step_N`. nccl: from GPU to GPU. auto: nccl where `rl` starts a vLLM server on GPUs
+    that the trainer does not use, else filesystem."""
 
 
 class FilesystemBroadcastConfig(BaseConfig):
@@ -99,10 +99,8 @@ class FilesystemBroadcastConfig(BaseConfig):
     type: Literal["filesystem"] = "filesystem"
 
 
-class NCCLBroadcastConfig(BaseConfig):
-    """New weights are sent from the trainer's GPUs to the server's."""
-
-    type: Literal["nccl"] = "nccl"
+class _MeetingConfig(BaseConfig):
+    """Where trainer and servers meet over NCCL."""
 
     host: str = "localhost"
     """Address of the trainer's first rank, as the server reaches it."""
@@ -114,16 +112,31 @@ class NCCLBroadcastConfig(BaseConfig):
     """Seconds that one side waits for the other."""
 
     inference_world_size: int = Field(default=1, ge=1)
-    """GPUs of the server; with `rl` it follows from `inference_gpu_ids`."""
+    """GPUs of all servers together; with `rl` it follows from `inference_gpu_ids`."""
 
 
-WeightBroadcastConfig = Annotated[FilesystemBroadcastConfig | NCCLBroadcastConfig, Field(discriminator="type")]
+class NCCLBroadcastConfig(_MeetingConfig):
+    """New weights are sent from the trainer's GPUs to the server's."""
+
+    type: Literal["nccl"] = "nccl"
 
 
-def check_nccl_is_in_step(broadcast: WeightBroadcastConfig, max_async_level: int) -> None:
-    """Over NCCL both sides meet at every step. Raises: Conflict where one may run further ahead, or not at all."""
-    if broadcast.type == "nccl" and max_async_level != 1:
-        raise Conflict("weight_broadcast.type nccl needs max_async_level 1", "weight_broadcast.type", "max_async_level")
+class AutoBroadcastConfig(_MeetingConfig):
+    """Over NCCL where `rl` starts a vLLM server on GPUs that the trainer does not use, else through files. A process
+    that is started alone takes files."""
+
+    type: Literal["auto"] = "auto"
+
+    def resolved(self, *, over_nccl: bool) -> "FilesystemBroadcastConfig | NCCLBroadcastConfig":
+        """What it stands for, once it is known where server and trainer run."""
+        if not over_nccl:
+            return FilesystemBroadcastConfig()
+        return NCCLBroadcastConfig(**self.model_dump(exclude={"type"}))
+
+
+WeightBroadcastConfig = Annotated[
+    FilesystemBroadcastConfig | NCCLBroadcastConfig | AutoBroadcastConfig, Field(discriminator="type")
+]
 
 
 class FilesystemTransportConfig(BaseConfig):

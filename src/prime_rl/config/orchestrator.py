@@ -11,7 +11,6 @@ from prime_rl.config.artifacts import (
     OrchestratorCheckpointConfig,
     TransportConfig,
     WeightBroadcastConfig,
-    check_nccl_is_in_step,
 )
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.evals import OnlineEvalConfig
@@ -329,7 +328,6 @@ class OrchestratorConfig(ProcessConfig):
                 "buffer.env_ratios",
                 "env",
             )
-        check_nccl_is_in_step(self.weight_broadcast, self.max_async_level)
         if self.token_batch_size is not None and "batch_size" in self.model_fields_set and self.batch_size != 128:
             raise Conflict(
                 "set either batch_size or token_batch_size: both say when a batch is full",

@@ -13,7 +13,6 @@ from prime_rl.config.artifacts import (
     TransportConfig,
     WeightBroadcastConfig,
     WeightsConfig,
-    check_nccl_is_in_step,
 )
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.monitors import HeartbeatConfig, MetricsServerConfig, TrainerWandbConfig
@@ -418,11 +417,6 @@ class TrainerConfig(_BaseTrainerConfig):
                 "tokenizer.name",
                 "model.name",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _broadcast_fits(self) -> Any:
-        check_nccl_is_in_step(self.weight_broadcast, self.max_async_level)
         return self
 
 

@@ -39,7 +39,7 @@ FLAGS = {
     # types of sections
     "trainer --loss.type ipo": "loss.type: must be default or custom, got 'ipo' (--loss.type)",
     "trainer --scheduler.type None": "scheduler.type: must be constant, linear or cosine, got None (--scheduler.type)",
-    "rl --weight-broadcast.type x": "weight_broadcast.type: must be filesystem or nccl, got 'x' "
+    "rl --weight-broadcast.type x": "weight_broadcast.type: must be filesystem, nccl or auto, got 'x' "
     "(--weight-broadcast.type)",
     "orchestrator --filters [{}]": "filters.0.type: must be given, one of gibberish, repetition, zero_advantage "
     "(--filters)",
@@ -50,7 +50,7 @@ FLAGS = {
     "rl --trainer.optim.momentum 0.9 --trainer.optim.type muon": "trainer.optim.momentum (--trainer.optim.momentum) is "
     "a key of trainer.optim.type sgd; trainer.optim.type is muon (--trainer.optim.type): set --trainer.optim.type",
     "trainer --weight-broadcast.port 1": "weight_broadcast.port (--weight-broadcast.port) is a key of "
-    "weight_broadcast.type nccl; weight_broadcast.type is filesystem (default): set --weight-broadcast.type",
+    "weight_broadcast.type nccl or auto; weight_broadcast.type is filesystem (default): set --weight-broadcast.type",
     "sft --data.length fixed": "data.length (--data.length) is a key of data.type fake; data.type is sft (default): "
     "set --data.type",
     "orchestrator --filters.0.type gibberish --filters.0.window 3": "filters.0.window (--filters.0.window) is a key of "
