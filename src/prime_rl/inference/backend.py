@@ -7,7 +7,7 @@ implement `Backend`.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -45,7 +45,7 @@ PromptLogprobs = list[list[RankedLogprob] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The distribution is made by penalty, temperature, top-k, top-p, min-p, in this order.
+    """How tokens are drawn. The distribution is made by bans, biases, penalties, temperature, top-k, min-p and top-p.
 
     Example: SamplingParams(max_tokens=128, temperature=0.7, top_p=0.95, seed=1)
     """
@@ -61,6 +61,14 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     """In [0.01, 100], so that no logit overflows."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that can be drawn; empty: all of them."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that are never completed."""
     seed: int | None = None
     """None: a seed is drawn from the engine's."""
     stop_token_ids: tuple[int, ...] = ()
@@ -70,10 +78,25 @@ class SamplingParams:
     """Report the logprobs of the prompt, of this many most likely tokens beside its own; they are those of the model's
     own distribution (temperature 1). None: report none."""
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the next token's distribution depends on the tokens so far by more than the model."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end a completion of a model with these end-of-sequence tokens."""
         own = frozenset(self.stop_token_ids)
         return own if self.ignore_eos else own | eos_token_ids
+
+    def _token_ids(self) -> Iterator[int]:
+        yield from (token_id for token_id, _ in self.logit_bias)
+        yield from self.allowed_token_ids
+        for word in self.bad_words:
+            yield from word
 
     def validate(self, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """Raise RequestError for a value outside its range, or where the model has no token left to draw."""
@@ -89,6 +112,16 @@ class SamplingParams:
                 f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}",
             ),
             (self.num_top_logprobs >= 0, f"the number of top logprobs must not be negative: {self.num_top_logprobs}"),
+            (
+                _within(self.presence_penalty, -2.0, 2.0),
+                f"presence_penalty must be in [-2, 2]: {self.presence_penalty}",
+            ),
+            (
+                _within(self.frequency_penalty, -2.0, 2.0),
+                f"frequency_penalty must be in [-2, 2]: {self.frequency_penalty}",
+            ),
+            (all(math.isfinite(bias) for _, bias in self.logit_bias), "logit_bias must be finite"),
+            (all(0 <= i < vocab_size for i in self._token_ids()), f"token ids must be in [0, {vocab_size - 1}]"),
             ((self.num_prompt_logprobs or 0) >= 0, f"prompt_logprobs must not be negative: {self.num_prompt_logprobs}"),
         )
         for holds, message in checks:

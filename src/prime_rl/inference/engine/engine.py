@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from prime_rl.inference.backend import (
@@ -33,6 +34,7 @@ from prime_rl.inference.backend import (
     RequestError,
     TokenOutput,
 )
+from prime_rl.inference.engine.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine.runner import Launched, Runner
 from prime_rl.inference.engine.sampler import Sampled
 from prime_rl.inference.engine.scheduler import Scheduler, Sequence
@@ -110,6 +112,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         stream = _Stream(request, self._sequence(request), asyncio.get_running_loop())
+        scorer = stream.sequence.scorer
         self._submit(lambda: self._add(stream))
         finished = False
         try:
@@ -118,6 +121,9 @@ class Engine:
                 stream.wake.clear()
                 outputs, stream.arrived = stream.arrived, []
                 if outputs:
+                    if scorer is not None:
+                        outputs[0] = replace(outputs[0], prompt_logprobs=scorer.result)
+                        scorer = None
                     finished = outputs[-1].finish_reason is not None
                     yield outputs
                 elif stream.error is not None:
@@ -129,6 +135,8 @@ class Engine:
     def _sequence(self, request: GenerationRequest) -> Sequence:
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
+        num_top = sampling.num_prompt_logprobs
+        scorer = None if num_top is None else PromptScorer(request.prompt_ids, num_top, self.vocab_size)
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt_ids),
@@ -136,6 +144,7 @@ class Engine:
             sampling=sampling,
             stop_ids=sampling.stop_ids(self.eos_token_ids),
             seed=seed,
+            scorer=scorer,
         )
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -258,8 +267,9 @@ class Engine:
 
     def _step(self) -> None:
         """Launch a step and collect it or, where the runner looks ahead, the one before it."""
-        # Penalties need the ids of all tokens so far.
-        if any(sequence.sampling.repetition_penalty != 1.0 for sequence in self.scheduler.running):
+        if any(
+            sequence.sampling.reads_history for sequence in self.scheduler.running
+        ):  # needs the ids of all tokens so far
             self._collect()
         chunks = self.scheduler.schedule()
         launched = (self.runner.launch(chunks), self.version) if chunks else None
@@ -286,7 +296,7 @@ class Engine:
         self._abort(stream)
         return stream, RequestError(
             "the request's sampling parameters leave no finite distribution to draw from: bring temperature and "
-            "repetition_penalty closer to 1"
+            "penalties closer to their defaults, or allow more tokens"
         )
 
     def _append(self, sequences: list[Sequence], sampled: Sampled, version: int) -> list[Delivery]:

@@ -9,9 +9,21 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.backend import PromptLogprobs
+from prime_rl.inference.engine.scheduler import Chunk
 
 MAX_LOGITS = 1 << 22
 """Most logits that are made at once: 16 MiB in float32."""
+
+
+def score_prompts(
+    chunks: Sequence[Chunk], hidden_TH: Tensor, logits: Callable[[Tensor], Tensor], max_rows: int | None = None
+) -> None:
+    """Let the requests of a step that asked for their prompts' logprobs take the hidden states of their tokens."""
+    first = 0
+    for chunk in chunks:
+        if chunk.sequence.scorer is not None:
+            chunk.sequence.scorer.take(chunk.start, hidden_TH[first : first + chunk.length], logits, max_rows)
+        first += chunk.length
 
 
 class PromptScorer:
@@ -31,16 +43,22 @@ class PromptScorer:
     def is_complete(self) -> bool:
         return len(self.result) == len(self._prompt_ids)
 
-    def take(self, start: int, hidden_TH: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """Score the tokens after positions `start`, `start + 1`, ..., whose final hidden states these are."""
+    def take(
+        self, start: int, hidden_TH: Tensor, logits: Callable[[Tensor], Tensor], max_rows: int | None = None
+    ) -> None:
+        """Score the tokens after positions `start`, `start + 1`, ..., whose final hidden states these are.
+
+        `logits` is called with at most `max_rows` rows at a time.
+        """
         if self.is_complete:
             return
         if start == 0:
             self.result = [None]
         assert start == len(self.result) - 1, (start, len(self.result))
         targets = self._prompt_ids[start + 1 : start + 1 + len(hidden_TH)]
-        for first in range(0, len(targets), self._num_rows):
-            rows = targets[first : first + self._num_rows]
+        num_rows = min(self._num_rows, max_rows or self._num_rows)
+        for first in range(0, len(targets), num_rows):
+            rows = targets[first : first + num_rows]
             self._score(logits(hidden_TH[first : first + len(rows)]), rows)
 
     def _score(self, logits_TV: Tensor, targets: Sequence[int]) -> None:

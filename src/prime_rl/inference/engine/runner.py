@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.inference.engine.prompt_logprobs import score_prompts
 from prime_rl.inference.engine.sampler import Sampled, Sampler
 from prime_rl.inference.engine.scheduler import Chunk, Sequence
 from prime_rl.models.attention import Attention, PagedAttention, PagedCache, PagedStep
@@ -78,6 +79,7 @@ class CpuRunner:
         ids_T, step = self._arrays(chunks)
         positions_T = torch.from_numpy(step.positions.astype(np.int64))
         hidden_TH = self._model(ids_T, positions_T, self._attention(step))
+        score_prompts(chunks, hidden_TH, self._model.logits)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sequences:
             return Launched(sequences=[], collect=lambda: None)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prime_rl.inference.engine.logits import edit, edits
 from prime_rl.inference.engine.scheduler import Sequence
 from prime_rl.models.native import Kernels
 
@@ -112,8 +113,7 @@ class _Plan:
         self.temperatures_S1 = column if any(t != 1.0 for t in temperatures) else None
         greedy = [p.temperature == 0.0 for p in params]
         self.greedy_S = torch.tensor(greedy, device=device) if any(greedy) else None
-        self.penalized = [(row, s) for row, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
-        self.held_back = [(row, s) for row, s in enumerate(sequences) if s.sampling.min_tokens and s.stop_ids]
+        self.edited = [(row, s) for row, s in enumerate(sequences) if edits(s.sampling)]
         self.filtered = [
             row for row, p in enumerate(params) if p.temperature > 0 and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0)
         ]
@@ -123,20 +123,17 @@ class _Plan:
         ]
         self.wants_top = [(row, p.num_top_logprobs) for row, p in enumerate(params) if p.num_top_logprobs]
         self.inverse_temperatures_S = torch.tensor([1.0 / t for t in temperatures], dtype=torch.float32)
-        self.edits = bool(self.penalized or self.held_back or self.filtered)
+        self.changes = bool(self.edited or self.filtered)
         # The kernel takes finite scales only, so that weights which are not finite tell of logits which are not.
         are_finite = bool(torch.isfinite(self.inverse_temperatures_S).all())
-        self.plain = are_finite and not (any(greedy) or self.edits or self.wants_top)
+        self.plain = are_finite and not (any(greedy) or self.changes or self.wants_top)
 
     def logprobs(self, logits_SV: Tensor) -> Tensor:
         """Log of the distribution that each row is sampled from; the logits stay as they are."""
-        if self.edits:
+        if self.changes:
             logits_SV = logits_SV.clone()
-        for row, sequence in self.penalized:
-            _penalize(logits_SV[row], sequence)
-        for row, sequence in self.held_back:
-            if sequence.num_generated < sequence.sampling.min_tokens:
-                logits_SV[row, [i for i in sequence.stop_ids if i < logits_SV.shape[-1]]] = -torch.inf
+        for row, sequence in self.edited:
+            edit(logits_SV[row], sequence)
         if self.temperatures_S1 is not None:
             logits_SV = logits_SV / self.temperatures_S1
         if self.filtered:
@@ -157,22 +154,16 @@ class _Plan:
         return tops
 
 
-def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
-    """Divide positive and multiply negative logits of every token seen in prompt or completion, in place."""
-    seen = torch.tensor(sorted(set(sequence.tokens)), device=logits_V.device)
-    values = logits_V[seen]
-    penalty = sequence.sampling.repetition_penalty
-    logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-
-
 def _filter(logits_SV: Tensor, top_k_S1: Tensor, top_p_S1: Tensor, min_p_S1: Tensor) -> Tensor:
-    """Logits with -inf where top-k, then top-p of the rest, then min-p exclude a token."""
+    """Logits with -inf where top-k and min-p, then top-p of the rest, exclude a token (vLLM's order)."""
     ordered_SV, order_SV = logits_SV.sort(dim=-1, descending=True)
     rank_V = torch.arange(logits_SV.shape[-1], device=logits_SV.device)
     ordered_SV = ordered_SV.masked_fill((top_k_S1 > 0) & (rank_V >= top_k_S1), -torch.inf)
+    ratios_SV = (ordered_SV - ordered_SV[:, :1]).exp()
+    ordered_SV = ordered_SV.masked_fill(ratios_SV < min_p_S1, -torch.inf)
     probs_SV = ordered_SV.softmax(-1)
     before_SV = probs_SV.cumsum(-1) - probs_SV
-    excluded = ((before_SV >= top_p_S1) & (top_p_S1 < 1.0)) | (probs_SV < min_p_S1 * probs_SV[:, :1])
+    excluded = (before_SV >= top_p_S1) & (top_p_S1 < 1.0)
     excluded[:, 0] = False
     ordered_SV = ordered_SV.masked_fill(excluded, -torch.inf)
     return torch.empty_like(logits_SV).scatter_(-1, order_SV, ordered_SV)

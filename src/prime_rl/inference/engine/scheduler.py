@@ -11,11 +11,17 @@ Requests run in order of arrival and are preempted in the opposite order: the ol
 A preempted request keeps its tokens and loses only its blocks.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prime_rl.inference.backend import FinishReason, SamplingParams
 from prime_rl.inference.engine.cache import BlockCache
+
+if TYPE_CHECKING:
+    from prime_rl.inference.engine.prompt_logprobs import PromptScorer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,10 +48,17 @@ class Sequence:
     content_id: int | None = None
     """Id of the content of the last findable block; None when the cache holds older weights' values for it."""
     num_findable: int = 0
+    scorer: PromptScorer | None = None
+    """Gathers the prompt's logprobs where they were asked for."""
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def next_index(self) -> int:
+        """Which token of the completion the step that is being launched draws, from 0."""
+        return self.num_generated + max(self.in_flight - 1, 0)
 
 
 @dataclass(slots=True)
@@ -172,6 +185,8 @@ class Scheduler:
         cache = self.cache
         # The last token is always computed: its hidden state gives the first logits.
         shared = cache.match(sequence.tokens, (len(sequence.tokens) - 1) // cache.block_size)
+        if sequence.scorer is not None and not sequence.scorer.is_complete:
+            shared = []  # hidden states of all of the prompt are needed
         num_new = cache.blocks_for(len(sequence.tokens)) - len(shared)
         # Half a block of room per running sequence, or the newcomer would be preempted before it is through prefill.
         if not cache.can_take(shared, num_new, reserve=len(self.running) // 2):

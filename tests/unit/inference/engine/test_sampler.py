@@ -55,6 +55,8 @@ def test_tokens_follow_the_distribution_at_the_temperature(temperature: float) -
         ({"min_p": 0.3}, [0, 1]),
         ({"min_p": 1.0}, [0]),
         ({"top_k": 3, "top_p": 0.95}, [0, 1, 2]),
+        # min-p leaves 0, 1 and 2, of which 0 and 1 have 91%; of all tokens they have 87%.
+        ({"min_p": 0.1, "top_p": 0.9}, [0, 1]),
     ],
 )
 def test_filters_exclude_tokens_and_logprobs_are_of_what_remains(params: dict[str, Any], allowed: list[int]) -> None:
