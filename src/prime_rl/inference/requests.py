@@ -3,7 +3,7 @@
 Everything that can be wrong with a request is found here, before the engine sees it, and becomes a `HttpError`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, TypeVar
@@ -28,6 +28,9 @@ COMPLETION_MAX_TOKENS = 16
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one are taken as 0, as vLLM does; dividing logits by them would overflow."""
+
+MAX_BIAS = 100.0
+"""Largest amount of a logit bias, as in the OpenAI API."""
 
 UNION_TYPES = frozenset({"str", "int"})
 """Types in the unions of the request fields, beside lists."""
@@ -146,15 +149,11 @@ def sampling_params(
     max_tokens: int,
     num_top_logprobs: int,
     num_prompt_logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
     choice: int,
     limits: Limits,
 ) -> SamplingParams:
     """The engine's sampling parameters of choice number `choice` of a prompt; the first one scores the prompt."""
-    stop_token_ids = tuple(fields.stop_token_ids or ())
-    if not all(0 <= token_id < limits.vocab_size for token_id in stop_token_ids):
-        raise HttpError(
-            f"stop_token_ids must be in the vocabulary, 0 to {limits.vocab_size - 1}", param="stop_token_ids"
-        )
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise HttpError(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", param="min_tokens")
@@ -168,11 +167,42 @@ def sampling_params(
         min_p=_given(fields.min_p, 0.0),
         repetition_penalty=_given(fields.repetition_penalty, 1.0),
         seed=None if fields.seed is None else fields.seed + choice,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=_known(fields.stop_token_ids or (), limits, "stop_token_ids"),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(fields, limits),
+        allowed_token_ids=_known(fields.allowed_token_ids or (), limits, "allowed_token_ids"),
+        bad_words=bad_words,
         ignore_eos=bool(fields.ignore_eos),
         num_top_logprobs=num_top_logprobs,
         num_prompt_logprobs=num_prompt_logprobs if choice == 0 else None,
     )
+
+
+def _known(token_ids: Sequence[int], limits: Limits, param: str) -> tuple[int, ...]:
+    if not all(0 <= token_id < limits.vocab_size for token_id in token_ids):
+        raise HttpError(f"{param} must be in the vocabulary, 0 to {limits.vocab_size - 1}", param=param)
+    return tuple(token_ids)
+
+
+def _logit_bias(fields: SamplingFields, limits: Limits) -> tuple[tuple[int, float], ...]:
+    biases = fields.logit_bias or {}
+    if not all(name.isascii() and name.isdigit() and len(name) < 10 for name in biases):
+        raise HttpError("logit_bias must be an object of token ids and numbers", param="logit_bias")
+    ids = _known([int(name) for name in biases], limits, "logit_bias")
+    return tuple(zip(ids, (max(-MAX_BIAS, min(MAX_BIAS, value)) for value in biases.values()), strict=True))
+
+
+def bad_word_tokens(fields: SamplingFields, encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each bad word, at the beginning of a text and, where it is as long, after a space."""
+    words: list[tuple[int, ...]] = []
+    for word in fields.bad_words or ():
+        first = tuple(encode(word.lstrip()))
+        if not first:
+            raise HttpError("bad_words cannot contain an empty string", param="bad_words")
+        spaced = tuple(encode(f" {word.lstrip()}"))
+        words += [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
+    return tuple(words)
 
 
 def stop_strings(fields: SamplingFields) -> tuple[str, ...]:

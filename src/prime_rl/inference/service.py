@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from prime_rl.inference.backend import Backend, GenerationRequest, TokenOutput
 from prime_rl.inference.generation import Choice, Completion, Delta, Generator
 from prime_rl.inference.http import EventStream, HttpError, json_response, until_disconnect
 from prime_rl.inference.metrics import BackendCollector, RequestMetrics
-from prime_rl.inference.requests import Limits, sampling_params, stop_strings
+from prime_rl.inference.requests import Limits, bad_word_tokens, sampling_params, stop_strings
 from prime_rl.inference.text import Stops, TextStream
 from prime_rl.inference.tokenizer import TextTokenizer
 from prime_rl.transport.api import SamplingFields, StreamOptions, VersionRuns
@@ -113,6 +114,7 @@ class Service:
         """One choice for each index, all of the same prompt; each is known to be one that the engine can serve."""
         if stream and num_prompt_logprobs is not None:
             raise HttpError("logprobs of the prompt are not available in a stream", param="prompt_logprobs")
+        bad_words = bad_word_tokens(fields, partial(self.tokenizer.encode, add_special_tokens=False))
         stops = Stops(strings=stop_strings(fields), include=bool(fields.include_stop_str_in_output))
         made = []
         for number, index in enumerate(indices):
@@ -121,6 +123,7 @@ class Service:
                 max_tokens=max_tokens,
                 num_top_logprobs=num_top_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
+                bad_words=bad_words,
                 choice=number,
                 limits=self.limits,
             )

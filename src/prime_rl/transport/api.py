@@ -35,6 +35,7 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives reported for a token, as in the OpenAI API."""
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 """Token ids; validation stops at the first that is none, for there may be millions."""
 
@@ -42,18 +43,13 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "content_parts": ([],),
     "documents": ([],),
     "echo": (False,),
     "features": (),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": ([],),
     "repetition_detection": (),
@@ -102,6 +98,23 @@ class SamplingFields(Message):
     """Drop tokens less likely than this share of the most likely one."""
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    """Divides positive and multiplies negative logits of tokens that prompt or completion have."""
+
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the completion has."""
+
+    frequency_penalty: Penalty | None = None
+    """Subtracted from the logits of the completion's tokens, once for each time."""
+
+    logit_bias: dict[str, float] | None = None
+    """Added to logits, by token id; values are taken as at most 100 and at least -100."""
+
+    allowed_token_ids: TokenIds | None = None
+    """The only tokens that may be sampled."""
+
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """Words that the completion will not have."""
+
     seed: Int64 | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens to sample; the default differs by route."""

@@ -5,6 +5,7 @@ from prime_rl.inference.requests import (
     ChatRequest,
     CompletionRequest,
     Limits,
+    bad_word_tokens,
     checked_prompt,
     fitting_max_tokens,
     num_choices,
@@ -36,6 +37,24 @@ def test_given_sampling_reaches_the_engine():
     assert (params.repetition_penalty, params.stop_token_ids, params.max_tokens) == (1.2, (7,), 8)
 
 
+def test_bans_biases_and_penalties_reach_the_engine():
+    params = engine(
+        presence_penalty=0.5, frequency_penalty=-1, logit_bias={"7": 300, "3": -2}, allowed_token_ids=[3, 7]
+    )
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -1.0)
+    assert (params.logit_bias, params.allowed_token_ids) == (((7, 100.0), (3, -2.0)), (3, 7))
+
+
+def test_a_bad_word_is_one_after_a_space_too_where_that_is_another_token():
+    def encode(text):  # a space is a token of its own before any letter but "b"
+        return [2] if text == " b" else [ord(char) for char in text]
+
+    assert bad_word_tokens(SamplingFields(bad_words=["ab", " b"]), encode) == ((97, 98), (98,), (2,))
+    assert bad_word_tokens(SamplingFields(), encode) == ()
+    with pytest.raises(HttpError, match="empty"):
+        bad_word_tokens(SamplingFields(bad_words=["  "]), encode)
+
+
 def test_choices_of_a_seeded_request_differ():
     assert [engine(choice=i, seed=4).seed for i in range(3)] == [4, 5, 6]
 
@@ -54,7 +73,13 @@ def test_top_k_off_is_written_in_three_ways(top_k):
     assert engine(top_k=top_k).top_k == -1
 
 
-@pytest.mark.parametrize("fields", [{"stop_token_ids": [100]}, {"stop_token_ids": [-1]}, {"min_tokens": 9}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"stop_token_ids": [100]}, {"stop_token_ids": [-1]}, {"min_tokens": 9}, {"allowed_token_ids": [100]}),
+        *({"logit_bias": {"100": 1.0}}, {"logit_bias": {"-1": 1.0}}, {"logit_bias": {"the": 1.0}}),
+    ],
+)
 def test_sampling_that_does_not_fit_is_refused(fields):
     with pytest.raises(HttpError) as caught:
         engine(**fields)
@@ -101,8 +126,7 @@ def test_unknown_fields_are_ignored():
 @pytest.mark.parametrize(
     "field",
     [
-        {"frequency_penalty": 0.1},
-        {"logit_bias": {"1": 2}},
+        {"logprob_token_ids": [1]},
         {"response_format": {"type": "json_object"}},
         {"echo": True},
         {"tool_choice": "required"},
