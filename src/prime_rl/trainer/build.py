@@ -1,6 +1,6 @@
 """From a configuration to a running Trainer: what RL and SFT assemble alike."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -9,16 +9,18 @@ from prime_rl.config.trainer import AdamWConfig, SFTConfig, TrainerConfig
 from prime_rl.data.rendering import load_tokenizer
 from prime_rl.errors import ConfigError
 from prime_rl.logs import get_logger
+from prime_rl.models.decoder import Decoder
 from prime_rl.models.hf import load_decoder
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
 from prime_rl.trainer.perf import PerfMeter
 from prime_rl.trainer.precision import ComputeModel
-from prime_rl.trainer.publish import WeightPublisher
+from prime_rl.trainer.publish import BroadcastPublisher, Publisher, WeightPublisher
 from prime_rl.trainer.script import refuse_several_processes
 from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
 from prime_rl.trainer.trainer import LoopOptions, Trainer
+from prime_rl.transport.nccl import NcclSender
 
 _logger = get_logger(__name__)
 
@@ -52,7 +54,7 @@ def train(
     dtype = torch.bfloat16 if config.model.optimization_dtype == "bfloat16" else torch.float32
     model = load_decoder(str(directory), device=device, dtype=torch.float32, seed=config.seed)
     schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
-    publisher = WeightPublisher(
+    files = WeightPublisher(
         model=model,
         weights_dir=paths.weights,
         assets=directory,
@@ -72,7 +74,9 @@ def train(
     _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device_name)
     if config.log.log_data:
         batches = LoggedBatches(batches, load_tokenizer(tokenizer))
-    with closing(JsonlMonitor(paths.metrics("trainer"))) as monitor:
+    with ExitStack() as stack:
+        publisher = _publisher(config, files, model, dtype, stack)
+        monitor = stack.enter_context(closing(JsonlMonitor(paths.metrics("trainer"))))
         Trainer(
             model=ComputeModel(model, dtype),
             optimizer=ScheduledAdamW(model, config.optim, schedule),
@@ -83,3 +87,24 @@ def train(
             meter=PerfMeter(model.config, device, device_name),
             options=options,
         ).run()
+
+
+def _publisher(
+    config: TrainerConfig | SFTConfig, files: WeightPublisher, model: Decoder, dtype: torch.dtype, stack: ExitStack
+) -> Publisher:
+    """`files`, or what sends from GPU to GPU before it; a trainer that was started alone takes `auto` for files."""
+    if not isinstance(config, TrainerConfig) or config.weight_broadcast.type != "nccl":
+        return files
+    broadcast = config.weight_broadcast
+    sender = NcclSender(
+        host=broadcast.host,
+        port=broadcast.port,
+        world_size=1 + broadcast.inference_world_size,
+        device=next(model.parameters()).device,
+        timeout=broadcast.timeout,
+    )
+    stack.callback(sender.close)
+    root = RunPaths(config.output_dir).broadcasts
+    return BroadcastPublisher(
+        model=model, dtype=dtype, sender=sender, root=root, timeout=broadcast.timeout, files=files
+    )

@@ -1,16 +1,21 @@
-"""Which weights are published after a step, and which older ones nobody can need any more."""
+"""Which weights are published after a step, how, and which older ones nobody can need any more."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.models.decoder import Decoder
 from prime_rl.models.hf import hf_tensors
 from prime_rl.paths import step_dir
+from prime_rl.transport import broadcasts
+from prime_rl.transport.checksum import entries
 from prime_rl.transport.manifest import complete_steps, remove_dir
-from prime_rl.transport.weights import publish_weights
+from prime_rl.transport.nccl import Sender
+from prime_rl.transport.weights import publish_weights, published
 
 _logger = get_logger(__name__)
 
@@ -35,7 +40,8 @@ class WeightPublisher:
     """Writes `weights/step_N` in Hugging Face format.
 
     For RL (`keep_last` set) every step is published, because inference waits for it, and older ones are
-    removed. For SFT (`keep_last` None) only multiples of `interval` and the last step are.
+    removed. For SFT (`keep_last` None) only multiples of `interval` and the last step are. What stays is forced to
+    disk; what is removed again after a few steps is not.
     """
 
     def __init__(
@@ -61,20 +67,82 @@ class WeightPublisher:
 
     def publish(self, step: int) -> None:
         """Raises: ArtifactError when the weights cannot be written."""
-        if self._keep_last is None and not self._is_milestone(step):
+        stays = self.is_milestone(step)
+        if self._keep_last is None and not stays:
             return
         tensors = ((name, tensor.to(self._dtype)) for name, tensor in hf_tensors(self._model))
         directory = publish_weights(
-            tensors, step=step, weights_dir=self._weights_dir, assets=self._assets, tokenizer=self._tokenizer
+            tensors,
+            step=step,
+            weights_dir=self._weights_dir,
+            assets=self._assets,
+            tokenizer=self._tokenizer,
+            durable=stays,
         )
         _logger.debug("Published %s", directory)
         if self._keep_last is not None:
             self._remove_old(step, self._keep_last)
 
-    def _is_milestone(self, step: int) -> bool:
+    def is_milestone(self, step: int) -> bool:
+        """Whether the weights of this step are to stay on disk."""
         return step == self._max_steps or (self._interval is not None and step % self._interval == 0)
 
     def _remove_old(self, latest: int, keep_last: int) -> None:
         steps = complete_steps(self._weights_dir)
         for step in removable(steps, latest=latest, keep_last=keep_last, interval=self._interval):
             remove_dir(step_dir(self._weights_dir, step))
+
+
+class BroadcastPublisher:
+    """Sends weights from GPU to GPU, and leaves to `files` the steps that stay on disk, and all once NCCL is given up.
+
+    consumes     waits for                             unblocked by
+    weights n    its group, at the first step          the servers' /init_weight_transfer
+    weights n    broadcasts/ready_n                    the orchestrator, once all servers are paused
+    weights n    the servers to receive                their /update_weights
+    """
+
+    def __init__(
+        self, *, model: Decoder, dtype: torch.dtype, sender: Sender, root: Path, timeout: float, files: WeightPublisher
+    ) -> None:
+        """`root`: `broadcasts` of the run. `timeout`: seconds to wait for the orchestrator."""
+        self._model = model
+        self._dtype = dtype
+        self._sender = sender
+        self._root = root
+        self._timeout = timeout
+        self._files = files
+        self._has_left = False
+
+    def publish(self, step: int) -> None:
+        """Raises: DeadlineExceeded when the orchestrator does not react, ArtifactError when the disk refuses."""
+        if self._files.is_milestone(step) or not (self._is_connected() and self._is_sent(step)):
+            self._leave_if_given_up()
+            self._files.publish(step)
+
+    def _is_connected(self) -> bool:
+        return not self._is_given_up() and self._trying(lambda: self._sender.open(self._is_given_up))
+
+    def _is_sent(self, step: int) -> bool:
+        tensors = {name: tensor.to(self._dtype) for name, tensor in hf_tensors(self._model)}
+        broadcasts.announce(self._root, step, published("nccl", entries(tensors)))
+        is_ready = broadcasts.wait_until_ready(self._root, step, timeout=self._timeout)
+        return self._trying(lambda: self._sender.send(tensors, self._is_given_up)) if is_ready else False
+
+    def _trying(self, call: Callable[[], None]) -> bool:
+        """Whether the call succeeded and NCCL is not given up."""
+        try:
+            call()
+        except (InferenceError, DeadlineExceeded) as error:
+            broadcasts.fall_back(self._root, str(error))
+        return not self._is_given_up()
+
+    def _leave_if_given_up(self) -> None:
+        reason = broadcasts.fallback_reason(self._root)
+        if reason is not None and not self._has_left:
+            self._has_left = True
+            _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
+            self._sender.close()
+
+    def _is_given_up(self) -> bool:
+        return broadcasts.fallback_reason(self._root) is not None
