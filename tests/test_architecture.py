@@ -16,7 +16,7 @@ from prime_rl.config.schema import all_sections, documentation, target_of
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "prime_rl").rglob("*.py")) + sorted((ROOT / "environments").rglob("*.py"))
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
-COMMAND_OF_FILE = {"train": "trainer", "orch": "orchestrator", "infer": "inference"}
+COMMAND_OF_FILE = {"train": "trainer", "orch": "orchestrator", "infer": "inference", "rl_gpu": "rl", "sft_gpu": "sft"}
 
 
 ALL_SECTIONS = sorted({s for root in ROOTS.values() for s in all_sections(root)}, key=lambda s: s.__name__)

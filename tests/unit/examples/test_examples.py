@@ -1,5 +1,6 @@
 """The examples: each resolves, trains with the settings it is known for, and says the same in all of its files."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -178,3 +179,31 @@ def test_its_readme_names_the_environment_that_it_needs(example: Path) -> None:
     environments = [env["id"] for env in tomllib.loads((example / "rl.toml").read_text())["orchestrator"]["env"]]
 
     assert all(environment in (example / "README.md").read_text() for environment in environments)
+
+
+def test_the_gpu_run_goes_on_from_its_warm_up_and_sends_weights_the_fastest_way_there_is() -> None:
+    run = load(RLConfig, ["@", "examples/reverse_text/rl_gpu.toml"], {})
+    warm_up = load(SFTConfig, ["@", "examples/reverse_text/sft_gpu.toml"], {})
+
+    assert run.model.name == f"{warm_up.output_dir}/weights/step_{warm_up.max_steps}"
+    assert run.weight_broadcast.type == run.trainer.weight_broadcast.type == "auto"
+    assert (run.max_steps, run.inference_gpu_ids, run.trainer_gpu_ids) == (20, None, None)
+    assert run.trainer.model.optimization_dtype == warm_up.model.optimization_dtype == "bfloat16"
+
+
+def test_the_model_of_the_gpu_run_has_50_to_150_million_parameters() -> None:
+    config = json.loads(Path("examples/reverse_text/model/config.json").read_text())
+    hidden, head = config["hidden_size"], config["head_dim"]
+    attention = 2 * hidden * head * (config["num_attention_heads"] + config["num_key_value_heads"])
+    layer = attention + 3 * hidden * config["intermediate_size"]
+
+    assert config["model_type"] == "qwen3"
+    assert 50e6 < config["num_hidden_layers"] * layer + config["vocab_size"] * hidden < 150e6
+
+
+def test_the_gpu_run_is_warmed_up_on_texts_like_those_that_it_is_trained_on() -> None:
+    text = Path("examples/reverse_text/README.md").read_text()
+    args = load(RLConfig, ["@", "examples/reverse_text/rl_gpu.toml"], {}).orchestrator.env[0].args
+    limits = {key: int(value) for key, value in re.findall(r"--(m\w+-(?:words|chars)) (\d+)", text)}
+
+    assert limits == {key.replace("_", "-"): value for key, value in args.items() if key != "system_prompt"}
