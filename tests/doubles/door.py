@@ -53,6 +53,9 @@ class Scripted:
             reward=float(request.id % 2), messages=[{"role": "user", "content": UNSENDABLE.get(what, str(what))}],
         )  # fmt: skip
 
+    def avoid(self, servers: frozenset[str]) -> None:
+        print(f"avoiding {sorted(servers)}", flush=True)
+
     async def close(self) -> None:
         pass
 

@@ -1,13 +1,16 @@
 """A small real HTTP server that stands in for the inference server, with delays and faults on demand.
 
-It answers `/health`, `/v1/models`, `/update_weights` and `/inference/v1/generate` in the shapes of the real one. The
-text it "samples" is decided by `reply`, a function of the user's last message.
+It answers `/health`, `/v1/models`, the routes for weights and `/inference/v1/generate` in the shapes of the real one.
+The text it "samples" is decided by `reply`, a function of the user's last message. Each start of the server is another
+instance that serves the first weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,8 @@ from starlette.routing import Route
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from prime_rl.transport.manifest import digest
+from prime_rl.transport.api import MIN_VERSION_HEADER
+from prime_rl.transport.manifest import read_manifest
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -30,6 +34,12 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def digest_in(directory: Path) -> str | None:
+    """What a server that read `directory` well reports."""
+    weights = read_manifest(directory).weights
+    return weights.digest if weights else None
 
 
 def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -53,13 +63,17 @@ class InferenceDouble:
         self.model = model
         self.tokenizer = save_tokenizer(model)
         self.reply: Callable[[str], str] = lambda text: text[::-1]
-        self.version = 0
+        self.start()
         self.latency_s = 0.0
+        self.update_latency_s = 0.0
         self.logprob = -0.5
         self.fault: Callable[[str, int], Response | None] = lambda text, number: None
         """Called with the user's text and the number of the request; an answer replaces the generated one."""
         self.sends_versions = True
-        self.digest_of: Callable[[Path], str] = digest
+        self.digest_of: Callable[[Path], str | None] = digest_in
+        self.refuses_updates = False
+        self.num_reloads = 0
+        self.transfers: list[dict] = []
         self.is_paused = False
         self.api_key: str | None = None
         self.unwell: str | None = None
@@ -75,6 +89,12 @@ class InferenceDouble:
         """`sampling_params` of every request that was answered."""
         self.base_url = ""
 
+    def start(self) -> None:
+        """As a new process: another instance with the model that it is started with."""
+        self.instance = uuid.uuid4().hex
+        self.version = 0
+        self.digest: str | None = None
+
     def app(self) -> Starlette:
         return Starlette(
             routes=[
@@ -83,6 +103,8 @@ class InferenceDouble:
                 Route("/pause", self._noted(self._pause), methods=["POST"]),
                 Route("/resume", self._noted(self._resume), methods=["POST"]),
                 Route("/update_weights", self._noted(self._update), methods=["POST"]),
+                Route("/reload_weights", self._noted(self._reload), methods=["POST"]),
+                Route("/init_weight_transfer", self._noted(self._join), methods=["POST"]),
                 Route("/inference/v1/generate", self._noted(self._generate), methods=["POST"]),
             ]
         )
@@ -98,7 +120,10 @@ class InferenceDouble:
         if self.unwell is not None:
             error = {"message": self.unwell, "type": "ServiceUnavailableError", "param": None, "code": 503}
             return JSONResponse({"error": error}, 503)
-        return JSONResponse({"status": "ok", "version": self.version})
+        return JSONResponse({"status": "ok", "instance": self.instance, **self._served()})
+
+    def _served(self) -> dict:
+        return {"version": self.version, "digest": self.digest}
 
     async def _models(self, request: Request) -> Response:
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
@@ -115,17 +140,29 @@ class InferenceDouble:
 
     async def _update(self, request: Request) -> Response:
         body = await request.json()
-        self.version = body["version"]
+        if self.refuses_updates:
+            return JSONResponse({"error": {"message": "these weights do not fit"}}, 400)
+        await asyncio.sleep(self.update_latency_s)
+        self.version, self.digest = body["version"], self.digest_of(Path(body["weight_dir"]))
         self.updates.append((body["weight_dir"], body["version"]))
-        return JSONResponse(
-            {"status": "ok", "version": self.version, "digest": self.digest_of(Path(body["weight_dir"]))}
-        )
+        return JSONResponse(self._served())
+
+    async def _reload(self, request: Request) -> Response:
+        self.version, self.digest = 0, None
+        self.num_reloads += 1
+        return JSONResponse(self._served())
+
+    async def _join(self, request: Request) -> Response:
+        self.transfers.append(await request.json())
+        return JSONResponse({"status": "connected"})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.num_requests += 1
         text = self.tokenizer.decode(body["token_ids"]).rpartition("user\n")[2].partition(END)[0]
         fault = self.fault(text, self.num_requests)
+        if self.version < int(request.headers.get(MIN_VERSION_HEADER, 0)):
+            fault = JSONResponse({"error": {"message": "older weights"}}, 503, headers={"Retry-After": "1"})
         if fault is not None:
             return fault
         self.num_running += 1
@@ -153,21 +190,24 @@ class InferenceDouble:
             "logprobs": {"content": content},
             "finish_reason": "stop" if ends else "length",
         }
+        answer = {"request_id": f"r{self.num_requests}", "choices": [choice]}
         if self.sends_versions:
-            choice["versions"] = versions
-        return JSONResponse({"request_id": f"r{self.num_requests}", "choices": [choice]})
+            answer["versions"] = [[(version, len(list(run))) for version, run in itertools.groupby(versions)]]
+        return JSONResponse(answer)
 
 
 class RunningServer:
     """An ASGI app served by uvicorn in a thread of its own; can be stopped and started again on its port."""
 
-    def __init__(self, app: Starlette, port: int) -> None:
+    def __init__(self, app: Starlette, port: int, on_start: Callable[[], None] = lambda: None) -> None:
         self._app = app
         self._port = port
+        self._on_start = on_start
         self._server: uvicorn.Server
         self._thread: threading.Thread
 
     def start(self) -> None:
+        self._on_start()
         config = uvicorn.Config(
             self._app, host="127.0.0.1", port=self._port, log_level="error", lifespan="off", ws="none",
             timeout_graceful_shutdown=1,
@@ -188,7 +228,7 @@ class RunningServer:
 def running_inference(model: Path, port: int) -> Iterator[tuple[InferenceDouble, RunningServer]]:
     """A running double that serves `model` (a directory, filled with a tokenizer) on loopback."""
     double = InferenceDouble(model)
-    server = RunningServer(double.app(), port)
+    server = RunningServer(double.app(), port, double.start)
     double.base_url = f"http://127.0.0.1:{port}/v1"
     server.start()
     try:

@@ -8,13 +8,19 @@ from pathlib import Path
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.batches import BatchReader
-from prime_rl.transport.manifest import publish_dir
+from prime_rl.transport.manifest import PublishedWeights, draft_dir
+
+
+def digest_of(step: int) -> str:
+    """That of `publish_number`."""
+    return f"{step:032x}"
 
 
 def publish_number(weights: Path, step: int) -> None:
     """Weights of a step, complete with their marker."""
-    with publish_dir(step_dir(weights, step)) as directory:
-        (directory / "model.safetensors").write_text(f"weights {step}")
+    with draft_dir(step_dir(weights, step), durable=False) as draft:
+        (draft.directory / "model.safetensors").write_text(f"weights {step}")
+        draft.weights = PublishedWeights(kind="model", digest=digest_of(step), tensors={})
 
 
 async def train(output_dir: Path, *, max_steps: int, step_s: float = 0.0) -> list[TrainingBatch]:

@@ -66,7 +66,7 @@ PENDING: dict[str, Pending] = {
     ),
     "TrainerModelConfig.attn": Pending(SPEED, neutral=("sdpa",)),
     "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
-    "ModelConfig.trust_remote_code": Pending(HF_CODE),
+    **dict.fromkeys(["TrainerModelConfig.trust_remote_code", "PolicyModelConfig.trust_remote_code"], Pending(HF_CODE)),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
     **dict.fromkeys(
         [
@@ -75,13 +75,7 @@ PENDING: dict[str, Pending] = {
         ],
         Pending(EXPERTS),
     ),
-    **dict.fromkeys(
-        [
-            *("TrainerModelConfig.lora", "InferenceConfig.enable_lora", "InferenceConfig.max_loras"),
-            *("InferenceConfig.max_cpu_loras", "InferenceConfig.max_lora_rank"),
-        ],
-        Pending(LORA),
-    ),
+    "TrainerModelConfig.lora": Pending(LORA),
     **dict.fromkeys(
         [
             *("PolicyModelConfig.lora", "OrchestratorConfig.optim", "TrainerConfig.max_concurrent_runs"),
@@ -108,19 +102,6 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(["TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport"], Pending(FLEET)),
     "RLConfig.inference_gpu_ids": Pending(VLLM, max_length=1),
-    **dict.fromkeys(
-        [
-            *("InferenceConfig.parallel", "InferenceConfig.api_server_count", "InferenceModelConfig.enforce_eager"),
-            *("InferenceModelConfig.enable_auto_tool_choice", "InferenceModelConfig.tool_call_parser"),
-            *("InferenceModelConfig.reasoning_parser", "InferenceModelConfig.rope_scaling", "InferenceConfig.vllm"),
-            *("InferenceConfig.enable_expert_parallel", "InferenceConfig.all2all_backend"),
-            *("InferenceConfig.enable_eplb", "InferenceConfig.enable_return_routed_experts"),
-            "InferenceConfig.kv_cache_offload",
-        ],
-        Pending(VLLM),
-    ),
-    "InferenceConfig.backend": Pending(VLLM, neutral=("embedded",)),
-    "ClientConfig.base_url": Pending(FLEET, max_length=1),
     "ClientConfig.elastic": Pending(FLEET),
     **dict.fromkeys(
         [
@@ -133,10 +114,7 @@ PENDING: dict[str, Pending] = {
     ),
     "OrchestratorConfig.eval": Pending(ONLINE_EVAL),
     **dict.fromkeys(
-        [
-            *("_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"),
-            "OrchestratorConfig.reload_weights_on_start",
-        ],
+        ["_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"],
         Pending(CHECKPOINTS),
     ),
     **dict.fromkeys(

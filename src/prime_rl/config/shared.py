@@ -105,6 +105,10 @@ class ClientConfig(BaseConfig):
     base_url: tuple[str, ...] = ("http://localhost:8000/v1",)
     """Address of the OpenAI-compatible API, ending in `/v1`; several servers share the work."""
 
+    admin_base_url: tuple[str, ...] | None = None
+    """The servers themselves, where `base_url` is that of a router in front of them: each is watched and gets the
+    weights. None: `base_url` is."""
+
     timeout: float = Field(default=1200.0, gt=0)
     """Seconds a single request may take."""
 
@@ -122,17 +126,26 @@ class ClientConfig(BaseConfig):
 
     elastic: ElasticConfig | None = None
 
-    @field_validator("base_url", mode="before")
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the servers themselves."""
+        return self.admin_base_url or self.base_url
+
+    @field_validator("base_url", "admin_base_url", mode="before")
     @classmethod
     def _one_address_is_a_list_of_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("base_url")
+    @field_validator("base_url", "admin_base_url")
     @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _addresses(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
         if not value:
             raise ValueError("needs an address, like http://localhost:8000/v1")
-        for address in value:
+        for index, address in enumerate(value):
+            if address in value[:index]:
+                raise ValueError(f"{address!r} stands twice; a server is named once")
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"{address!r} is no address; write it as http://host:port/v1")
             try:

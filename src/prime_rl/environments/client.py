@@ -1,6 +1,6 @@
-"""The orchestrator's and evaluation's client of the inference server: health, weights, pause. No generation.
+"""Administration of inference servers by the orchestrator and by evaluations: health, weights, pause. No generation.
 
-Generation goes from the environment workers straight to the server. Every wait has a deadline and says for what.
+Generation goes from the environment workers straight to the servers. Every wait has a deadline and says for what.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,12 +20,21 @@ from pydantic import BaseModel, ValidationError
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import InferenceError
 from prime_rl.logs import get_logger
-from prime_rl.transport.api import ErrorResponse, HealthResponse, UpdateWeightsRequest, UpdateWeightsResponse
-from prime_rl.transport.manifest import digest
+from prime_rl.transport.api import (
+    ErrorResponse,
+    HealthResponse,
+    InitTransferRequest,
+    ServedWeights,
+    StatusResponse,
+    UpdateWeightsRequest,
+    WeightsResponse,
+)
+from prime_rl.transport.manifest import read_manifest
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 PROBE_TIMEOUT_S: Final = 5.0
+PAUSE_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 NOTICE_INTERVAL_S: Final = 15.0
@@ -34,21 +44,53 @@ ENGINE_FAILED: Final = "the inference engine failed"
 _logger = get_logger(__name__)
 
 
-class InferenceClient:
-    """Administers one server. Made by `open_client`."""
+class Unreachable(InferenceError):
+    """The server could not be asked: nobody listens, or it went away before it answered."""
 
-    def __init__(self, config: ClientConfig, http: httpx.AsyncClient) -> None:
-        self.base_url = config.base_url[0].rstrip("/")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwell:
+    """What a server that is not well did when it was asked for its health."""
+
+    reason: str
+    is_silent: bool = False
+    """It took the question and did not answer in time: it hangs, or has much to do."""
+    says_so: bool = False
+    """It answered, and `reason` is its own."""
+
+
+class InferenceClient:
+    """Administers one server. Made by `open_clients`."""
+
+    def __init__(self, base_url: str, config: ClientConfig, http: httpx.AsyncClient) -> None:
+        self.base_url = base_url.rstrip("/")
         self._config = config
         self._http = http
 
-    async def health(self) -> int | None:
-        """Version of the weights that the server serves; None when it does not answer, or not that it is well."""
-        state = await self._probe()
-        return state if isinstance(state, int) else None
+    async def health(self) -> HealthResponse | None:
+        """Which weights it serves, and which start of it; None when it does not answer, or not that it is well."""
+        state = await self.probe()
+        return state if isinstance(state, HealthResponse) else None
 
-    async def wait_ready(self, timeout: float) -> int:
-        """Wait until the server is well; returns the version it serves. `timeout` is seconds.
+    async def probe(self) -> HealthResponse | Unwell:
+        """Health, or what is wrong; within `PROBE_TIMEOUT_S`."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                response = await self._http.get(self._root("/health"), timeout=PROBE_TIMEOUT_S)
+        except (TimeoutError, httpx.TimeoutException):
+            return Unwell(reason=f"no answer within {PROBE_TIMEOUT_S:g} s", is_silent=True)
+        except httpx.TransportError as error:
+            return Unwell(reason=f"{type(error).__name__}: {error}")
+        if response.status_code == httpx.codes.OK:
+            return self._parse(response, HealthResponse)
+        try:
+            reason = ErrorResponse.model_validate_json(response.content).error.message
+        except ValidationError:
+            reason = f"it answered {response.status_code}"
+        return Unwell(reason=reason, says_so=True)
+
+    async def wait_ready(self, timeout: float) -> HealthResponse:
+        """Wait until the server is well. `timeout` is seconds.
 
         Raises: InferenceError saying for how long it waited for which address, and what the server said; at once when
             its engine has failed.
@@ -56,28 +98,32 @@ class InferenceClient:
         start = time.monotonic()
         next_notice = start + NOTICE_INTERVAL_S
         url = self._root("/health")
-        while not isinstance(state := await self._probe(), int):
+        while isinstance(state := await self.probe(), Unwell):
             now = time.monotonic()
-            if state is not None and state.startswith(ENGINE_FAILED):
-                raise InferenceError(f"the server at {url} says: {state}; look at its log, and start it again")
-            if now - start >= timeout and state is not None:
-                raise InferenceError(f"the server at {url} is not well after {timeout:g} s: {state}; look at its log")
+            if state.says_so and state.reason.startswith(ENGINE_FAILED):
+                raise InferenceError(f"the server at {url} says: {state.reason}; look at its log, and start it again")
             if now - start >= timeout:
-                raise InferenceError(
-                    f"no inference server answered at {url} within {timeout:g} s; look at its log, "
-                    "or correct client.base_url"
-                )
+                raise InferenceError(self.complaint(state, timeout))
             if now >= next_notice:
                 _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, now - start)
                 next_notice += NOTICE_INTERVAL_S
             await asyncio.sleep(POLL_S)
         return state
 
+    def complaint(self, state: Unwell, timeout: float) -> str:
+        """What to say of a server that was not well for `timeout` seconds."""
+        url = self._root("/health")
+        if state.says_so:
+            return f"the server at {url} is not well after {timeout:g} s: {state.reason}; look at its log"
+        return (
+            f"no inference server answered at {url} within {timeout:g} s; look at its log, or correct client.base_url"
+        )
+
     async def check_model(self, name: str) -> None:
         """Raises: InferenceError when the server serves other models than `name` (`skip_model_check`: never)."""
         if self._config.skip_model_check:
             return
-        response = await self._request("GET", f"{self.base_url}/models")
+        response = await self._request("GET", f"{self.base_url}/models", timeout=PAUSE_TIMEOUT_S)
         models = [card.get("id") for card in response.json().get("data", [])]
         if name not in models:
             raise InferenceError(
@@ -85,42 +131,47 @@ class InferenceClient:
                 "start it with the same model name"
             )
 
-    async def update_weights(self, directory: Path, version: int) -> None:
-        """Swap in the weights that the trainer published in `directory`.
+    async def update_weights(self, directory: Path, version: int) -> ServedWeights:
+        """Swap in the weights that the trainer published in `directory`, or sends for it.
 
         Raises: ArtifactError when the directory is incomplete; InferenceError when the server refuses, cannot be
-        reached, or read other bytes than those that its marker names.
+        reached (`Unreachable`), or serves other tensors than those that the directory's marker names.
         """
-        expected = digest(directory)
+        published = read_manifest(directory).weights
         body = UpdateWeightsRequest(weight_dir=_absolute(directory), version=version)
         response = await self._request("POST", self._root("/update_weights"), json=body.model_dump())
-        answer = self._parse(response, UpdateWeightsResponse)
-        if answer.digest != expected or answer.version != version:
+        served = self._parse(response, ServedWeights)
+        if served.version != version or (published is not None and served.digest != published.digest):
+            expected = "" if published is None else f" of digest {published.digest}"
             raise InferenceError(
-                f"the server at {self.base_url} answered with weights {answer.version} of digest {answer.digest} when "
-                f"asked for {version} of digest {expected}: does it see the same {directory}?"
+                f"the server at {self.base_url} answered with weights {served.version} of digest {served.digest} when "
+                f"asked for {version}{expected}: does it see the same {directory}?"
             )
+        return served
+
+    async def reload_weights(self) -> ServedWeights:
+        """Go back to the model that the server was started with, as version 0."""
+        return self._parse(await self._request("POST", self._root("/reload_weights")), ServedWeights)
+
+    async def weights(self) -> WeightsResponse:
+        """A checksum of every tensor that is served."""
+        return self._parse(await self._request("GET", self._root("/weights")), WeightsResponse)
+
+    async def init_transfer(self, request: InitTransferRequest) -> None:
+        """Have the server join the trainer's NCCL group. Raises: InferenceError where it cannot."""
+        url = self._root("/init_weight_transfer")
+        response = await self._request(
+            "POST", url, json=request.model_dump(), timeout=request.timeout + CONNECT_TIMEOUT_S
+        )
+        self._parse(response, StatusResponse)
 
     async def pause(self) -> None:
         """Stop generating; requests in flight are kept."""
-        await self._request("POST", self._root("/pause"))
+        await self._request("POST", self._root("/pause"), timeout=PAUSE_TIMEOUT_S)
 
     async def resume(self) -> None:
         """Go on generating."""
-        await self._request("POST", self._root("/resume"))
-
-    async def _probe(self) -> int | str | None:
-        """Version of the weights that the server serves; what it says is wrong; None when it does not answer."""
-        try:
-            response = await self._http.get(self._root("/health"), timeout=PROBE_TIMEOUT_S)
-        except httpx.TransportError:
-            return None
-        if response.status_code == httpx.codes.OK:
-            return self._parse(response, HealthResponse).version
-        try:
-            return ErrorResponse.model_validate_json(response.content).error.message
-        except ValidationError:
-            return f"it answered {response.status_code}"
+        await self._request("POST", self._root("/resume"), timeout=PAUSE_TIMEOUT_S)
 
     def _root(self, path: str) -> str:
         return self.base_url.removesuffix("/v1") + path
@@ -129,7 +180,7 @@ class InferenceClient:
         try:
             response = await self._http.request(method, url, **arguments)
         except httpx.TransportError as error:
-            raise InferenceError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{method} {url} failed: {type(error).__name__}: {error}") from error
         if response.is_error:
             hint = ""
             if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -152,8 +203,8 @@ def _absolute(directory: Path) -> str:
 
 
 @asynccontextmanager
-async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
-    """A client for the duration of the block."""
+async def open_clients(config: ClientConfig) -> AsyncIterator[tuple[InferenceClient, ...]]:
+    """A client of every server (`admin_base_url`, else `base_url`), for the duration of the block."""
     key = os.environ.get(config.api_key_var)
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | config.headers
     timeout = httpx.Timeout(config.timeout, connect=CONNECT_TIMEOUT_S)
@@ -165,4 +216,4 @@ async def open_client(config: ClientConfig) -> AsyncIterator[InferenceClient]:
     async with httpx.AsyncClient(
         headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False
     ) as http:
-        yield InferenceClient(config, http)
+        yield tuple(InferenceClient(address, config, http) for address in config.servers)

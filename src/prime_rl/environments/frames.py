@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from prime_rl.environments.rollouts import (
+    AvoidServers,
     CancelRollout,
     EnvironmentSpec,
     Rollout,
@@ -18,7 +19,7 @@ from prime_rl.environments.rollouts import (
     WorkerRefused,
 )
 
-Message = EnvironmentSpec | RolloutRequest | CancelRollout | WorkerReady | WorkerRefused | Rollout
+Message = EnvironmentSpec | RolloutRequest | AvoidServers | CancelRollout | WorkerReady | WorkerRefused | Rollout
 
 _LENGTH_BYTES: Final = 4
 

@@ -29,6 +29,7 @@ from prime_rl import lifeline
 from prime_rl.config.shared import ClientConfig, EnvConfig, LogConfig
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
+    AvoidServers,
     CancelRollout,
     EnvironmentSpec,
     Failure,
@@ -90,6 +91,11 @@ class EnvPool:
         rollout = await worker.run(request, wire_id=self._next_id)
         assert rollout.env == self.label
         return rollout
+
+    def avoid(self, servers: frozenset[str]) -> None:
+        """Tell the workers, and those that come after them, that these servers are lost, and no others."""
+        for worker in self._workers:
+            worker.avoid(servers)
 
     async def watch(self) -> None:
         """Returns never; raises EnvironmentSetupError when a worker is given up. For a supervisor."""
@@ -167,6 +173,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: dict[int, tuple[RolloutRequest, asyncio.Future[Rollout]]] = {}
         self._deaths_in_a_row = 0
+        self._avoided: frozenset[str] = frozenset()
         self.served = asyncio.create_task(self._serve(), name=f"worker of {spec.label}")
 
     @property
@@ -207,6 +214,12 @@ class _Worker:
         finally:
             self._pending.pop(wire_id, None)
 
+    def avoid(self, servers: frozenset[str]) -> None:
+        """Send nothing to these servers."""
+        self._avoided = servers
+        if self.is_live and self._frames is not None:
+            self._frames.send(AvoidServers(servers=servers))
+
     async def close(self) -> None:
         """End the process: by closing its socket, then by force."""
         self.served.cancel()
@@ -234,6 +247,8 @@ class _Worker:
         try:
             self._frames.send(self._spec)
             await self._handshake(self._frames)
+            if self._avoided:
+                self._frames.send(AvoidServers(servers=self._avoided))
             self.became_live.set()
             while (message := await self._frames.read()) is not None:
                 if isinstance(message, Rollout):
@@ -300,18 +315,21 @@ class _Worker:
             self._process.kill()
 
 
-def environment_spec(env: EnvConfig, *, client: ClientConfig, model: str, log: LogConfig) -> EnvironmentSpec:
+def environment_spec(
+    env: EnvConfig, *, client: ClientConfig, model: str, log: LogConfig, retry_s: float = 0.0
+) -> EnvironmentSpec:
     """What workers of a configured environment need to know."""
     return EnvironmentSpec(
         id=env.id,
         label=env.label,
         args=env.args,
         api=env.api,
-        base_url=client.base_url[0],
+        base_urls=client.base_url,
         model=model,
         api_key_var=client.api_key_var,
         headers=client.headers,
         request_timeout_s=client.timeout,
+        retry_s=retry_s,
         log_level=log.level,
         library_log_level=log.vf_level,
         logs_json=log.json_logging,

@@ -92,6 +92,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """Weights version served at dispatch."""
     timeout_s: float
     split: Split = "train"
+    servers: tuple[str, ...] = ()
+    """Addresses to send to, the first as long as it answers. (): those of the environment's specification."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
@@ -111,6 +113,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
     """Ended by a length limit and not by the model."""
     timings: dict[str, float] = {}
     """Seconds: generate, score, total."""
+    failovers: int = 0
+    """Requests of it that were sent again, because a server was lost or served older weights."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -134,7 +138,8 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     label: str
     """The environment's name in metrics, logs and paths."""
     args: dict[str, Any]
-    base_url: str
+    base_urls: tuple[str, ...]
+    """Addresses of the servers."""
     model: str
     api: Api = "auto"
     door: str = "prime_rl.environments.verifiers"
@@ -143,6 +148,8 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     headers: dict[str, str] = {}
     """Sent with every request to the model."""
     request_timeout_s: float = 1200.0
+    retry_s: float = 0.0
+    """For how long a request that no server takes is tried again. 0: every server once."""
     log_level: str = "info"
     library_log_level: str = "warning"
     """That of the library which the environment is written with."""
@@ -160,6 +167,10 @@ class Environment(Protocol):
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure."""
+        ...
+
+    def avoid(self, servers: frozenset[str]) -> None:
+        """Send nothing to these addresses, and give up what was sent there and is not answered: they are lost."""
         ...
 
     async def close(self) -> None:
@@ -185,6 +196,12 @@ class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Stop the rollout of this request; nothing is sent back for it."""
 
     id: int
+
+
+class AvoidServers(msgspec.Struct, frozen=True, kw_only=True, tag="avoid"):
+    """These servers are lost; others that were told of before are back."""
+
+    servers: frozenset[str]
 
 
 def sampling_args(sampling: TrainSamplingConfig | EvalSamplingConfig, *, rollout_id: int) -> dict[str, Any]:

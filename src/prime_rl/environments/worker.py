@@ -3,6 +3,7 @@
     parent (environments.pool)                         worker (this module)
     EnvironmentSpec          ---- first frame ---->    load the environment
                              <-- WorkerReady | WorkerRefused
+    AvoidServers             ---------------------->   requests in flight to lost servers go elsewhere
     RolloutRequest           ---------------------->   a task of its own, under its deadline
                              <---------- Rollout
     CancelRollout            ---------------------->   the task is cancelled; nothing comes back
@@ -26,6 +27,7 @@ from functools import partial
 
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
+    AvoidServers,
     CancelRollout,
     Environment,
     EnvironmentSpec,
@@ -59,6 +61,8 @@ class Worker:
                 task = asyncio.create_task(self._run(message), name=f"rollout {message.id}")
                 self._tasks[message.id] = task
                 task.add_done_callback(partial(self._forget, message.id))
+            elif isinstance(message, AvoidServers):
+                self._environment.avoid(message.servers)
             elif isinstance(message, CancelRollout) and message.id in self._tasks:
                 self._tasks[message.id].cancel()
 

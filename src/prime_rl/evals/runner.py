@@ -1,7 +1,7 @@
 """Evaluation: the model, and the weights of a run, on the evaluation splits of environments.
 
     for the model itself, then each step of `weights_dir`
-        POST /update_weights -> the server serves it
+        POST /update_weights -> the servers serve it
         for each environment
             examples x rollouts -> env workers -> report
         evals/step_N/<environment>/{results.jsonl,report.json} appear together, complete
@@ -23,7 +23,7 @@ from rich.console import Console
 from prime_rl.aio import Supervisor, together
 from prime_rl.config.evals import EvalConfig, EvalEnvConfig
 from prime_rl.config.shared import ClientConfig
-from prime_rl.environments.client import InferenceClient, open_client
+from prime_rl.environments.client import InferenceClient, open_clients
 from prime_rl.environments.pool import EnvPool, environment_spec, open_pools
 from prime_rl.environments.rollouts import FailureKind, Rollout, RolloutRequest, sampling_args
 from prime_rl.errors import ArtifactError, ConfigError, EnvironmentSetupError, InferenceError, PrimeRLError
@@ -55,15 +55,16 @@ async def evaluate(config: EvalConfig) -> list[EvalReport]:
     specs = [environment_spec(env, client=config.client, model=config.model.name, log=config.log) for env in config.env]
     log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(open_client(config.client))
+        clients = await stack.enter_async_context(open_clients(config.client))
         opening = open_pools(specs, num_workers=1, log_dir=log_dir)
-        pools, served = await together(stack.enter_async_context(opening), _connect(client, config, config.client))
+        connecting = (_connect(client, config, config.client) for client in clients)
+        pools, *_ = await together(stack.enter_async_context(opening), *connecting)
         monitor = JsonlMonitor(paths.metrics("eval"))
         stack.callback(monitor.close)
-        evaluation = Evaluation(config=config, client=client, pools=pools)
+        evaluation = Evaluation(config=config, clients=clients, pools=pools)
         reports: list[EvalReport] = []
         for step in steps:
-            await _serve(client, config, step, served)
+            await together(*(_serve(client, config, step) for client in clients))
             found = await evaluation.run(step, paths.evals)
             monitor.log({name: value for report in found for name, value in report.metrics().items()}, step=step)
             reports += found
@@ -88,28 +89,26 @@ def _steps(config: EvalConfig, paths: RunPaths) -> list[int]:
     return steps
 
 
-async def _connect(client: InferenceClient, config: EvalConfig, client_config: ClientConfig) -> int:
-    served = await client.wait_ready(client_config.ready_timeout)
+async def _connect(client: InferenceClient, config: EvalConfig, client_config: ClientConfig) -> None:
+    await client.wait_ready(client_config.ready_timeout)
     await client.check_model(config.model.name)
-    return served
 
 
-async def _serve(client: InferenceClient, config: EvalConfig, step: int, served: int) -> None:
-    """Have the server serve the weights of `step`; it was found serving version `served`."""
+async def _serve(client: InferenceClient, config: EvalConfig, step: int) -> None:
+    """Have the server serve the weights of `step`; those of step 0 are the model that it was started with."""
     if step != BASE_STEP:
         assert config.weights_dir is not None
         await client.update_weights(step_dir(config.weights_dir, step), step)
-    elif served != BASE_STEP:
-        raise InferenceError(
-            f"the server at {client.base_url} serves weights {served}, not the model itself; restart it, or evaluate "
-            "without the base (--no-eval-base)"
-        )
+        return
+    health = await client.health()
+    if health is None or health.version != BASE_STEP or health.digest is not None:
+        await client.reload_weights()
 
 
 class Evaluation:
     """Evaluates environments with whatever the server serves."""
 
-    def __init__(self, *, config: EvalConfig, client: InferenceClient, pools: dict[str, EnvPool]) -> None:
+    def __init__(self, *, config: EvalConfig, clients: Sequence[InferenceClient], pools: dict[str, EnvPool]) -> None:
         for env in config.env:
             pool = pools[env.label]
             if pool.size.num_eval == 0:
@@ -125,7 +124,7 @@ class Evaluation:
                     pool.label,
                 )
         self._config = config
-        self._client = client
+        self._clients = clients
         self._pools = pools
         self._slots = asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else nullcontext()
 
@@ -181,8 +180,12 @@ class Evaluation:
         async with self._slots:
             rollout = await pool.run(request)
         progress.done += 1
-        if rollout.failure and rollout.failure.kind == FailureKind.INFERENCE and await self._client.health() is None:
-            raise InferenceError(f"the inference server at {self._client.base_url} is gone: {rollout.failure.message}")
+        if rollout.failure and rollout.failure.kind == FailureKind.INFERENCE:
+            for client in self._clients:
+                if await client.health() is None:
+                    raise InferenceError(
+                        f"the inference server at {client.base_url} is gone: {rollout.failure.message}"
+                    )
         return rollout
 
     def _request(self, request_id: int, example: int, version: int) -> RolloutRequest:

@@ -12,6 +12,7 @@ import msgspec
 
 from prime_rl.data.samples import TrainingSample
 from prime_rl.environments.rollouts import FailureKind, Rollout
+from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.scheduler import Counters
 
 PERCENTILES: Final = (50, 90, 99)
@@ -111,6 +112,17 @@ def progress_metrics(progress: Progress, groups: Sequence[Sequence[ScoredRollout
         "progress/total_samples": float(progress.samples),
         "progress/total_problems": float(progress.problems),
         "progress/total_tokens": float(progress.tokens),
+    }
+
+
+def server_metrics(fleet: Fleet, num_failovers: int) -> dict[str, float]:
+    """Counts are totals of the run; the seconds that each server's last load of weights took."""
+    return {
+        "inference/servers": float(len(fleet.servers)),
+        "inference/servers_up": float(fleet.num_up),
+        "inference/restarts": float(fleet.num_restarts),
+        "inference/failovers": float(num_failovers),
+        **{f"inference/server_{index}/update_weights": server.update_s for index, server in enumerate(fleet.servers)},
     }
 
 

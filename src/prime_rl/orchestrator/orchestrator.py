@@ -11,10 +11,12 @@
                     +------------- new version ---------+
 
     loop           consumes          waits for                           unblocked by
-    dispatch       examples          room in the window                  a batch shipped, new weights, a rollout ended
+    dispatch       examples          room in the window, and a server    a batch shipped, new weights, a rollout ended
+                                                                         or a server that came up
     rollout (each) a dispatch        its worker, up to its deadline      the worker; the pool when the worker died
     batches        finished groups   P groups, and weights >= c - k      rollouts; the weight relay
     weight relay   weights/step_n    a complete directory                the trainer
+    servers        their health      the next probe                      time (`fleet`)
     environment    -                 a worker that is given up           (its end is the run's end)
 
 All state is in the scheduler, which is pure; the loops here move events in and out of it. A loop that fails ends the
@@ -30,18 +32,22 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from prime_rl.aio import Supervisor, together
+from prime_rl.config.artifacts import NCCLBroadcastConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.data.packing import build_batch
-from prime_rl.environments.client import InferenceClient, open_client
+from prime_rl.environments.client import InferenceClient, open_clients
 from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
 from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, RolloutRequest, sampling_args
 from prime_rl.environments.trajectories import longest_sample, training_samples
 from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor, Monitor
+from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator.advantages import group_advantages
 from prime_rl.orchestrator.bench import BatchSink, NoBatches
+from prime_rl.orchestrator.broadcasts import Broadcasts
 from prime_rl.orchestrator.faults import FaultLedger
+from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.metrics import (
     Clock,
     Progress,
@@ -50,6 +56,7 @@ from prime_rl.orchestrator.metrics import (
     log_line,
     progress_metrics,
     readable_rollouts,
+    server_metrics,
 )
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.scheduler import Dispatch, FinishedGroup, Scheduler, SchedulerLimits
@@ -75,27 +82,44 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         raise ArtifactError(
             f"{paths.rollouts} holds {len(steps)} batches of an earlier run; choose another output_dir or remove it"
         )
-    specs = [environment_spec(env, client=config.client, model=config.model.name, log=config.log) for env in config.env]
+    specs = [
+        environment_spec(
+            env, client=config.client, model=config.model.name, log=config.log, retry_s=config.outage_timeout
+        )
+        for env in config.env
+    ]
     log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
     limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
     writer = NoBatches() if config.bench else BatchWriter(paths.rollouts)
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(open_client(config.client))
+        events = stack.enter_context(EventLog.opened(paths.events))
+        clients = await stack.enter_async_context(open_clients(config.client))
+        policy = build_policy(config, clients, paths, events)
         opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
-        policy = Policy(client, paths.weights, outage_timeout_s=config.outage_timeout)
-        pools, _ = await together(stack.enter_async_context(opening), _connect(client, policy, config))
+        # `--bench` leaves the weights as they are.
+        starting = policy.start(config.client.ready_timeout, adopt=config.bench)
+        pools, _ = await together(stack.enter_async_context(opening), starting)
         monitor = JsonlMonitor(paths.metrics("orchestrator"))
         stack.callback(monitor.close)
         orchestrator = Orchestrator(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
         await orchestrator.run()
 
 
-async def _connect(client: InferenceClient, policy: Policy, config: OrchestratorConfig) -> None:
-    """Wait for the server, and see that it serves the model that this run starts from."""
-    served = await client.wait_ready(config.client.ready_timeout)
-    await client.check_model(config.model.name)
-    if not config.bench:  # which leaves the weights as they are
-        await policy.start(served)
+def build_policy(
+    config: OrchestratorConfig, clients: Sequence[InferenceClient], paths: RunPaths, events: EventLog
+) -> Policy:
+    """The servers of a run and the weights that they serve, not started."""
+    fleet = Fleet(
+        clients,
+        model=config.model.name,
+        outage_timeout_s=config.outage_timeout,
+        addresses=config.client.base_url,
+        on_event=events.write,
+    )
+    broadcasts = None
+    if isinstance(config.weight_broadcast, NCCLBroadcastConfig):
+        broadcasts = Broadcasts(fleet, paths.broadcasts, config.weight_broadcast)
+    return Policy(fleet, paths.weights, broadcasts=broadcasts, may_reload=config.reload_weights_on_start)
 
 
 class Orchestrator:
@@ -116,6 +140,8 @@ class Orchestrator:
         self._config = config
         self._pools = pools
         self._policy = policy
+        self._fleet = policy.fleet
+        self._num_failovers = 0
         self._writer = writer
         self._monitor = monitor
         self._source = ExampleSource({label: pool.size.num_train for label, pool in pools.items()}, config.seed)
@@ -145,6 +171,8 @@ class Orchestrator:
         """Until every batch is shipped."""
         self._step_started = time.monotonic()
         start = self._supervisor.start
+        self._fleet.on_change = self._on_servers
+        start("servers", self._fleet.watch(), endless=True)
         if not self._config.bench:
             start("weight relay", self._policy.watch(self._on_weights), endless=True)
         for label, pool in self._pools.items():
@@ -157,20 +185,25 @@ class Orchestrator:
             self._scheduler.next_batch, self._config.batch_size, counters.failed, counters.cancelled,
         )  # fmt: skip
 
-    # Consumes: examples. Waits for: room in the window. Unblocked by: `_changed`.
+    # Consumes: examples. Waits for: room in the window, and a server. Unblocked by: `_changed`.
     async def _dispatch(self) -> None:
         while True:
             self._may_dispatch.clear()
-            while (dispatch := self._scheduler.next_dispatch(self._source.next)) is not None:
+            while self._fleet.may_assign:
+                dispatch = self._scheduler.next_dispatch(self._source.next)
+                if dispatch is None:
+                    break
                 name = f"rollout {dispatch.rollout_id}"
                 self._rollouts[dispatch.rollout_id] = self._supervisor.start(name, self._roll(dispatch))
             await self._may_dispatch.wait()
 
     # Consumes: one dispatch. Waits for: its worker, up to the deadline. Unblocked by: the pool, whatever happens.
     async def _roll(self, dispatch: Dispatch) -> None:
-        dispatched_at = time.monotonic()
+        dispatched_at = asyncio.get_running_loop().time()
         try:
             rollout = await self._pools[dispatch.example.env].run(self._request(dispatch))
+            self._fleet.release(dispatch.rollout_id)
+            self._num_failovers += rollout.failovers
             failure = rollout.failure or self._unfit(rollout, dispatch.version)
             if failure is not None:
                 await self._fail(dispatch, failure, dispatched_at)
@@ -178,6 +211,7 @@ class Orchestrator:
                 self._faults.succeeded()
                 self._scheduler.succeed(dispatch.rollout_id, rollout)
         finally:
+            self._fleet.release(dispatch.rollout_id)
             self._rollouts.pop(dispatch.rollout_id, None)
         self._changed()
 
@@ -194,7 +228,8 @@ class Orchestrator:
 
     async def _fail(self, dispatch: Dispatch, failure: Failure, dispatched_at: float) -> None:
         """Count a failure and have the place filled again. A server that was gone is not the rollout's fault."""
-        was_outage = failure.kind == FailureKind.INFERENCE and await self._policy.survive_outage(dispatched_at)
+        may_be_outage = failure.kind in (FailureKind.INFERENCE, FailureKind.TIMEOUT)
+        was_outage = may_be_outage and await self._fleet.was_disturbed(dispatched_at)
         if not self._scheduler.is_in_flight(dispatch.rollout_id):
             return  # its group was dropped while it ended: it counts as cancelled
         line = self._faults.failed(failure, now=time.monotonic(), is_judged=not was_outage)
@@ -211,6 +246,7 @@ class Orchestrator:
             sampling=sampling_args(self._config.sampling, rollout_id=dispatch.rollout_id),
             version=dispatch.version,
             timeout_s=self._config.rollout_timeout,
+            servers=self._fleet.assign(dispatch.rollout_id, dispatch.group),
         )
 
     def _unfit(self, rollout: Rollout, at_dispatch: int) -> Failure | None:
@@ -227,6 +263,11 @@ class Orchestrator:
 
     def _on_weights(self, version: int) -> None:
         self._cancel(self._scheduler.set_version(version))
+        self._changed()
+
+    def _on_servers(self) -> None:
+        for pool in self._pools.values():
+            pool.avoid(self._fleet.down)
         self._changed()
 
     def _cancel(self, rollout_ids: Sequence[int]) -> None:
@@ -290,6 +331,7 @@ class Orchestrator:
             failures=self._faults.take_counts(),
             counters=self._scheduler.counters,
         )
+        metrics |= server_metrics(self._fleet, self._num_failovers)
         metrics |= progress_metrics(self._progress, scored) | {"progress/epoch": float(self._source.epoch)}
         self._monitor.log(metrics, step=step)
         _logger.info("%s", log_line(step, metrics))

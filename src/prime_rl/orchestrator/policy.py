@@ -1,27 +1,28 @@
-"""The weights that the server serves: relays those that the trainer publishes, and brings a lost server up to date.
+"""The weights that the servers serve: relays those that the trainer publishes, as files or from GPU to GPU.
 
-    trainer -> weights/step_N (complete: it has its marker) -> POST /update_weights -> `version`
+    trainer -> weights/step_N (complete: it has its marker)  -> POST /update_weights to all servers -> `version`
+            -> broadcasts/step_N (what it will send by NCCL) -> /pause, ready_N, /update_weights, /resume
 
-The server checks every file against the marker and answers with the digest of what it read, which must be that of the
-directory here. No torch: markers and digests are in `transport.manifest`.
+A server answers with the digest of what it serves, which must be that of the marker. No torch in here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from prime_rl.environments.client import InferenceClient
-from prime_rl.errors import InferenceError
 from prime_rl.logs import get_logger
+from prime_rl.orchestrator.broadcasts import Broadcasts
+from prime_rl.orchestrator.fleet import Fleet, Target
 from prime_rl.paths import step_dir
-from prime_rl.transport.manifest import complete_steps, latest_step
+from prime_rl.transport.manifest import MARKER, complete_steps, latest_step, read_manifest
 
-POLL_S: Final = 0.1
+POLL_S: Final = 0.02
+LIST_INTERVAL_S: Final = 1.0
+"""Seconds between two looks at all steps. In between only the next one is looked for, which costs next to nothing."""
 
 _logger = get_logger(__name__)
 
@@ -29,80 +30,79 @@ _logger = get_logger(__name__)
 class Policy:
     """Which weights are served. `version` never goes back."""
 
-    def __init__(self, client: InferenceClient, weights: Path, *, outage_timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, weights: Path, *, broadcasts: Broadcasts | None = None, may_reload: bool = True
+    ) -> None:
+        """`may_reload`: servers with weights of another run are given those of this one."""
+        self.fleet = fleet
         self.version = 0
         self.num_updates = 0
         self.update_s = 0.0
         """Seconds that the last update took."""
-        self._client = client
         self._weights = weights
-        self._outage_timeout_s = outage_timeout_s
-        self._outage_ended_at = -math.inf
-        self._lock = asyncio.Lock()
+        self._broadcasts = broadcasts
+        self._may_reload = may_reload
+        self._listed_at = -LIST_INTERVAL_S
 
-    async def start(self, served: int) -> None:
-        """Begin with the base weights, the server serving version `served` now.
+    async def start(self, ready_timeout: float, *, adopt: bool = False) -> None:
+        """Wait for the servers, and begin with the base weights: `weights/step_0`, or the servers' own model.
 
-        `weights/step_0` is loaded where it exists; else the model that the server was started with is the base.
+        `adopt`: with whatever they serve. Raises: InferenceError.
         """
-        if 0 in await asyncio.to_thread(complete_steps, self._weights):
-            await self._client.update_weights(step_dir(self._weights, 0), 0)
-        elif served != 0:
-            raise InferenceError(
-                f"the server at {self._client.base_url} serves weights {served} of another run; restart it, so that it "
-                "serves the model that this run starts from"
-            )
+        base = None
+        if not adopt:
+            has_own = 0 in await asyncio.to_thread(complete_steps, self._weights)
+            base = _target(step_dir(self._weights, 0), 0) if has_own else Target()
+        await self.fleet.start(
+            base, ready_timeout, may_reload=self._may_reload, wait_for_all=self._broadcasts is not None
+        )
+        if self._broadcasts is not None and not adopt:
+            await self._broadcasts.open()
 
     async def watch(self, on_update: Callable[[int], None]) -> None:
-        """Relay new weights, newest first, and tell `on_update` their version. Returns never."""
-        while True:
-            newest = await asyncio.to_thread(latest_step, self._weights)
-            if newest is not None and newest > self.version:
-                async with self._lock:
-                    await self._load(newest)
-                on_update(newest)
-            else:
-                await asyncio.sleep(POLL_S)
+        """Relay new weights, newest first, and tell `on_update` their version. Returns never.
 
-    async def survive_outage(self, dispatched_at: float) -> bool:
-        """Whether the server was gone while a rollout ran that was dispatched at `dispatched_at` (`time.monotonic`).
-
-        All rollouts in flight fail with the server, and tell it one after the other. The first waits here until the
-        server is back and serves `version` again; the others met the same outage.
-
-        Raises: InferenceError when it stays away for too long.
+        Raises: InferenceError when every server refuses them.
         """
-        async with self._lock:
-            if dispatched_at >= self._outage_ended_at and (served := await self._wait_back()) < self.version:
-                _logger.warning("The inference server is back with weights %d; loading %d", served, self.version)
-                await self._client.update_weights(step_dir(self._weights, self.version), self.version)
-                self._outage_ended_at = time.monotonic()
-            return dispatched_at < self._outage_ended_at
+        while True:
+            target = await asyncio.to_thread(self._newest)
+            if target is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            await self.load(target)
+            on_update(target.version)
 
-    async def _wait_back(self) -> int:
-        """The version served. Where there is none, the server is waited for, and that is an outage."""
-        served = await self._client.health()
-        if served is None:
-            _logger.warning("The inference server does not answer; waiting for it")
-            served = await self._client.wait_ready(self._outage_timeout_s)
-            self._outage_ended_at = time.monotonic()
-        return served
-
-    async def _load(self, version: int) -> None:
+    async def load(self, target: Target) -> None:
+        """Have the servers serve newer weights."""
         started = time.monotonic()
-        directory = step_dir(self._weights, version)
-        was_restarted = await self._wait_back() < self.version
-        try:
-            await self._client.update_weights(directory, version)
-        except InferenceError:
-            if await self._client.health() is not None:
-                raise
-            await self._wait_back()
-            await self._client.update_weights(directory, version)
-            was_restarted = True
-        if was_restarted:
-            self._outage_ended_at = time.monotonic()
-        self.version = version
+        if target.only_for is not None and self._broadcasts is not None:
+            if not await self._broadcasts.relay(target):
+                return
+        else:
+            await self.fleet.update(target)
+        self.version = target.version
         self.num_updates += 1
         self.update_s = time.monotonic() - started
-        _logger.debug("Serving weights %d after %.2f s", version, self.update_s)
+        _logger.debug("Serving weights %d after %.2f s", self.version, self.update_s)
+
+    def _newest(self) -> Target | None:
+        """The newest weights that are newer than those served; files where a step is there in both forms."""
+        roots = [self._weights]
+        if self._broadcasts is not None and self._broadcasts.reason is None:
+            roots.append(self._broadcasts.directory)
+        is_due = time.monotonic() - self._listed_at >= LIST_INTERVAL_S
+        if not is_due and not any((step_dir(root, self.version + 1) / MARKER).exists() for root in roots):
+            return None
+        self._listed_at = time.monotonic()
+        steps = [(step, -place) for place, root in enumerate(roots) if (step := latest_step(root)) is not None]
+        step, place = max(steps, default=(0, 0))
+        return _target(step_dir(roots[-place], step), step) if step > self.version else None
+
+
+def _target(directory: Path, version: int) -> Target:
+    """Raises: ArtifactError when the directory is gone or its marker damaged."""
+    published = read_manifest(directory).weights
+    if published is None:
+        return Target(version=version, directory=directory)
+    only_for: frozenset[str] | None = frozenset() if published.kind == "nccl" else None
+    return Target(version=version, directory=directory, digest=published.digest, only_for=only_for)

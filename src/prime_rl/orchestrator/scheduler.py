@@ -38,6 +38,7 @@ class Dispatch:
     """One rollout to run now. `attempt` counts from 1."""
 
     rollout_id: int
+    group: int
     example: Example
     version: int
     attempt: int
@@ -242,7 +243,11 @@ class Scheduler(Generic[Result]):
         self._group_of[rollout_id] = number
         self.counters.dispatched += 1
         return Dispatch(
-            rollout_id=rollout_id, example=group.example, version=self.version, attempt=group.attempts[place] + 1
+            rollout_id=rollout_id,
+            group=number,
+            example=group.example,
+            version=self.version,
+            attempt=group.attempts[place] + 1,
         )
 
     def _end(self, rollout_id: int) -> tuple[_Group[Result], int] | None:

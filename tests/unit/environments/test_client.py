@@ -1,12 +1,14 @@
 import asyncio
+import socket
 
 import pytest
 from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
 
 from prime_rl.config.shared import ClientConfig
-from prime_rl.environments.client import open_client
+from prime_rl.environments.client import Unreachable, Unwell, open_clients
 from prime_rl.errors import InferenceError
+from prime_rl.transport.api import InitTransferRequest
 
 
 @pytest.fixture
@@ -18,31 +20,53 @@ def inference(tmp_path, free_port):
 
 @pytest.fixture
 async def client(inference):
-    async with open_client(ClientConfig(base_url=(inference.base_url,))) as client:
+    async with open_clients(ClientConfig(base_url=(inference.base_url,))) as (client,):
         yield client
 
 
-async def test_health_is_the_version_served_or_none(client, inference):
-    inference.version = 6
-    assert await client.health() == 6
-    assert await client.wait_ready(1.0) == 6
+async def test_health_says_which_weights_are_served_by_which_start_of_the_server(client, inference):
+    inference.version, inference.digest = 6, "ab"
+    health = await client.wait_ready(1.0)
+    assert (health.version, health.digest, health.instance) == (6, "ab", inference.instance)
     inference.server.stop()
     assert await client.health() is None
+    assert (await client.probe()).is_silent is False, "nobody listens"
+    inference.server.start()
+    again = await client.health()
+    assert (again.version, again.digest) == (0, None)
+    assert again.instance != health.instance
+
+
+async def test_a_server_that_takes_the_question_and_never_answers_is_silent(monkeypatch):
+    monkeypatch.setattr("prime_rl.environments.client.PROBE_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        async with open_clients(ClientConfig(base_url=(f"http://127.0.0.1:{port}/v1",))) as (client,):
+            assert await client.probe() == Unwell(reason="no answer within 0.1 s", is_silent=True)
+
+
+async def test_a_client_is_made_for_every_server_and_those_behind_a_router_are_named_apart():
+    config = ClientConfig(base_url=("http://a:1/v1", "http://b:2/v1/"))
+    async with open_clients(config) as clients:
+        assert [client.base_url for client in clients] == ["http://a:1/v1", "http://b:2/v1"]
+    behind = config.model_copy(update={"admin_base_url": ("http://c:3/v1",)})
+    async with open_clients(behind) as clients:
+        assert [client.base_url for client in clients] == ["http://c:3/v1"]
 
 
 async def test_a_proxy_of_the_surroundings_is_not_asked(inference, monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    async with open_client(ClientConfig(base_url=(inference.base_url,))) as client:
-        assert await client.health() == 0
+    async with open_clients(ClientConfig(base_url=(inference.base_url,))) as (client,):
+        assert (await client.health()).version == 0
 
 
 async def test_headers_go_with_every_request_and_outdo_the_key(inference, monkeypatch, tmp_path):
     monkeypatch.setenv("SOME_KEY", "s3cret")
     config = ClientConfig(base_url=(inference.base_url,), api_key_var="SOME_KEY", headers={"X-Team": "blue"})
     publish_number(tmp_path / "weights", 1)
-    async with open_client(config) as client:
+    async with open_clients(config) as (client,):
         await client.health()
         await client.check_model(str(inference.model))
         await client.update_weights(tmp_path / "weights" / "step_1", 1)
@@ -50,18 +74,18 @@ async def test_headers_go_with_every_request_and_outdo_the_key(inference, monkey
         assert inference.headers[path]["x-team"] == "blue"
         assert inference.headers[path]["authorization"] == "Bearer s3cret"
     own = config.model_copy(update={"headers": {"Authorization": "Basic abc"}})
-    async with open_client(own) as client:
+    async with open_clients(own) as (client,):
         await client.health()
     assert inference.headers["/health"]["authorization"] == "Basic abc"
 
 
 async def test_a_server_of_another_model_is_refused_unless_it_shall_not_be_asked(inference):
     config = ClientConfig(base_url=(inference.base_url,))
-    async with open_client(config) as client:
+    async with open_clients(config) as (client,):
         with pytest.raises(InferenceError, match="not another; start it with the same model name"):
             await client.check_model("another")
     inference.headers.clear()
-    async with open_client(config.model_copy(update={"skip_model_check": True})) as client:
+    async with open_clients(config.model_copy(update={"skip_model_check": True})) as (client,):
         await client.check_model("another")
     assert inference.headers == {}
 
@@ -102,6 +126,31 @@ async def test_an_update_sends_the_absolute_directory_and_compares_digests(clien
         await client.update_weights(tmp_path / "weights" / "step_2", 2)
 
 
+async def test_the_model_that_a_server_was_started_with_is_served_again(client, inference, tmp_path):
+    publish_number(tmp_path / "weights", 2)
+    await client.update_weights(tmp_path / "weights" / "step_2", 2)
+    served = await client.reload_weights()
+    assert (served.version, served.digest, inference.version) == (0, None, 0)
+
+
+async def test_a_server_that_went_away_is_told_apart_from_one_that_refuses(client, inference, tmp_path):
+    publish_number(tmp_path / "weights", 2)
+    inference.refuses_updates = True
+    with pytest.raises(InferenceError, match=r"400.*do not fit") as refused:
+        await client.update_weights(tmp_path / "weights" / "step_2", 2)
+    assert not isinstance(refused.value, Unreachable)
+    inference.server.stop()
+    with pytest.raises(Unreachable):
+        await client.update_weights(tmp_path / "weights" / "step_2", 2)
+
+
+async def test_a_server_joins_the_trainers_group(client, inference):
+    await client.init_transfer(InitTransferRequest(host="gpu0", port=29501, rank_offset=1, world_size=2))
+    assert inference.transfers == [
+        {"host": "gpu0", "port": 29501, "rank_offset": 1, "world_size": 2, "timeout": 1200.0}
+    ]
+
+
 async def test_pause_and_resume_reach_the_server(client, inference):
     await client.pause()
     assert inference.is_paused
@@ -114,9 +163,9 @@ async def test_a_server_that_asks_for_a_key_is_told_apart_and_gets_the_key_of_th
 ):
     inference.api_key = "s3cret"
     config = ClientConfig(base_url=(inference.base_url,), api_key_var="TEST_KEY")
-    async with open_client(config) as client:
+    async with open_clients(config) as (client,):
         with pytest.raises(InferenceError, match=r"401.*into the environment variable TEST_KEY"):
             await client.check_model(str(inference.model))
     monkeypatch.setenv("TEST_KEY", "s3cret")
-    async with open_client(config) as client:
+    async with open_clients(config) as (client,):
         await client.check_model(str(inference.model))

@@ -30,7 +30,7 @@ def _workers_can_import_the_doubles(monkeypatch):
 
 def spec_of(*script, **args):
     return EnvironmentSpec(
-        id="scripted", label="scripted", args={"script": list(script), **args}, base_url="", model="",
+        id="scripted", label="scripted", args={"script": list(script), **args}, base_urls=("",), model="",
         door="tests.doubles.door",
     )  # fmt: skip
 
@@ -202,7 +202,7 @@ async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocke
         from prime_rl.environments.pool import open_pools
         from prime_rl.environments.rollouts import EnvironmentSpec, RolloutRequest
         async def main():
-            spec = EnvironmentSpec(id="s", label="s", args={{"script": ["block"]}}, base_url="", model="",
+            spec = EnvironmentSpec(id="s", label="s", args={{"script": ["block"]}}, base_urls=("",), model="",
                                    door="tests.doubles.door")
             async with open_pools([spec], num_workers=2, log_dir=pathlib.Path({str(tmp_path)!r})) as pools:
                 request = RolloutRequest(id=1, example=0, sampling={{}}, version=0, timeout_s=600)
@@ -228,6 +228,6 @@ def test_a_worker_is_told_what_the_configuration_says():
     log = LogConfig(level="debug", vf_level="info", json_logging=True)
     env = EnvConfig(id="sums", name="mine", args={"n": 3}, api="v1")
     assert environment_spec(env, client=client, model="m", log=log) == EnvironmentSpec(
-        id="sums", label="mine", args={"n": 3}, api="v1", base_url="http://h:1/v1", model="m", api_key_var="KEY",
+        id="sums", label="mine", args={"n": 3}, api="v1", base_urls=("http://h:1/v1",), model="m", api_key_var="KEY",
         headers={"a": "b"}, request_timeout_s=7, log_level="debug", library_log_level="info", logs_json=True,
     )  # fmt: skip

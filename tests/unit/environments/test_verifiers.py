@@ -153,7 +153,7 @@ async def run(request, modules, inference):
 
 def spec_of(inference, env_id, api="auto", **args):
     return EnvironmentSpec(
-        id=env_id, label="env", args=args, base_url=inference.base_url, model=str(inference.model), api=api
+        id=env_id, label="env", args=args, base_urls=(inference.base_url,), model=str(inference.model), api=api
     )
 
 
@@ -192,6 +192,7 @@ async def test_equal_turns_of_different_weights_keep_their_own_versions(modules,
         return "abc"
 
     inference.reply = reply
+    inference.version = 4
     environment = await verifiers.load(spec_of(inference, "talking-env"))
     rollout = await environment.run(RolloutRequest(id=0, example=0, sampling={}, version=4, timeout_s=30))
     await environment.close()
@@ -199,12 +200,40 @@ async def test_equal_turns_of_different_weights_keep_their_own_versions(modules,
 
 
 async def test_nothing_is_kept_of_a_rollout_that_broke(modules, inference):
+    inference.version = 4
     environment = await verifiers.load(spec_of(inference, "talking-env", breaks=True))
     rollout = await environment.run(RolloutRequest(id=0, example=0, sampling={}, version=4, timeout_s=30))
     assert rollout.failure is not None
     assert rollout.failure.kind == FailureKind.ENVIRONMENT
     assert environment._traffic._sampled == {}
     await environment.close()
+
+
+@pytest.mark.parametrize("api", ["classic", "v1"])
+async def test_a_rollout_goes_to_its_server_and_on_to_the_next_when_that_is_lost_or_too_old(
+    modules, inference, tmp_path, unused_tcp_port, api
+):
+    with running_inference(tmp_path / "model", unused_tcp_port) as (other, server):
+        spec = spec_of(inference, f"faulty-{api}", answers=["ok"])
+        spec = msgspec.structs.replace(spec, base_urls=(inference.base_url, other.base_url))
+        environment = await verifiers.load(spec)
+
+        async def run(version):
+            servers = (other.base_url, inference.base_url)
+            request = RolloutRequest(id=0, example=0, sampling={}, version=version, timeout_s=30, servers=servers)
+            rollout = await environment.run(request)
+            assert rollout.failure is None
+            return rollout.failovers, inference.num_requests, other.num_requests
+
+        assert await run(0) == (0, 0, 1)
+        inference.version = 3
+        assert await run(3) == (1, 1, 2), "the other was started again and has its first weights"
+        await asyncio.to_thread(server.stop)
+        assert await run(3) == (1, 2, 2)
+        environment.avoid(frozenset({other.base_url}))
+        assert await run(3) == (0, 3, 2)
+        await environment.close()
+        server.start()
 
 
 @pytest.mark.parametrize("api", ["classic", "v1"])
@@ -226,6 +255,7 @@ async def test_nothing_is_kept_of_a_rollout_that_was_cancelled(modules, inferenc
 
 async def test_without_versions_from_the_server_tokens_count_as_old_as_their_dispatch(run, inference):
     inference.sends_versions = False
+    inference.version = 7
     (rollout,) = await run("ok", version=7)
     assert set(rollout.turns[0].versions) == {7}
 

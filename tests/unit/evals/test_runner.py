@@ -131,14 +131,14 @@ class Pool:
 )
 def test_examples_are_those_from_the_first_wanted_one_on(config_of, fields, expected):
     config = config_of(env=[{"id": "sums", **fields}])
-    evaluation = Evaluation(config=config, client=None, pools={"sums": Pool(has_eval_split=True)})
+    evaluation = Evaluation(config=config, clients=(), pools={"sums": Pool(has_eval_split=True)})
     assert list(evaluation._examples(config.env[0], num_eval=3)) == expected
 
 
 def test_an_evaluation_on_training_data_is_warned_of(config_of, caplog):
     for has_eval_split in (True, False):
         pools = {"sums": Pool(has_eval_split=has_eval_split)}
-        Evaluation(config=config_of(env=[{"id": "sums"}]), client=None, pools=pools)
+        Evaluation(config=config_of(env=[{"id": "sums"}]), clients=(), pools=pools)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message == (
@@ -151,7 +151,7 @@ def test_leaving_out_all_examples_is_refused_before_anything_is_evaluated(config
     with pytest.raises(
         ConfigError, match="skip_first = 3 leaves none of the 3 evaluation examples of environment 'sums'"
     ):
-        Evaluation(config=config, client=None, pools={"sums": Pool(has_eval_split=True)})
+        Evaluation(config=config, clients=(), pools={"sums": Pool(has_eval_split=True)})
 
 
 async def test_what_cannot_be_evaluated_is_refused_before_anything_starts(config_of, inference, tmp_path):

@@ -11,13 +11,13 @@ from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number, train
 
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.environments.client import open_client
+from prime_rl.environments.client import open_clients
 from prime_rl.environments.pool import PoolLimits, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec
 from prime_rl.errors import ArtifactError, DeadlineExceeded, InferenceError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
-from prime_rl.orchestrator.orchestrator import Orchestrator, orchestrate
-from prime_rl.orchestrator.policy import Policy
+from prime_rl.monitors.events import EventLog
+from prime_rl.orchestrator.orchestrator import Orchestrator, build_policy, orchestrate
 from prime_rl.paths import RunPaths
 from prime_rl.transport.batches import BatchReader, BatchWriter
 
@@ -58,18 +58,20 @@ async def produce(config, script, *, num_envs=1, kind=Orchestrator):
     paths = RunPaths(config.output_dir)
     specs = [
         EnvironmentSpec(
-            id="scripted", label=f"env{number}", args={"script": list(script)}, base_url="", model="",
+            id="scripted", label=f"env{number}", args={"script": list(script)}, base_urls=("",), model="",
             door="tests.doubles.door",
         )
         for number in range(num_envs)
     ]  # fmt: skip
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(open_client(config.client))
+        clients = await stack.enter_async_context(open_clients(config.client))
+        events = stack.enter_context(EventLog.opened(paths.events))
         limits = PoolLimits(grace_s=0.5)
         pools = await stack.enter_async_context(
             open_pools(specs, num_workers=1, log_dir=paths.logs / "envs", limits=limits)
         )
-        policy = Policy(client, paths.weights, outage_timeout_s=1.0)
+        policy = build_policy(config, clients, paths, events)
+        await policy.start(5.0)
         monitor = FakeMonitor()
         writer = BatchWriter(paths.rollouts)
         orchestrator = kind(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
@@ -220,17 +222,7 @@ async def test_a_server_of_another_model_is_refused(config_of):
         await orchestrate(config)
 
 
-async def test_a_server_with_the_weights_of_another_run_is_refused(config_of, inference):
+async def test_a_server_with_the_weights_of_another_run_is_refused_where_nothing_may_be_reloaded(config_of, inference):
     inference.version = 3
     with pytest.raises(InferenceError, match="serves weights 3 of another run"):
-        await orchestrate(config_of())
-
-
-async def test_base_weights_in_the_run_directory_are_loaded_first(config_of, inference):
-    config = config_of(max_steps=1)
-    inference.version = 3
-    weights = RunPaths(config.output_dir).weights
-    publish_number(weights, 0)
-    async with open_client(config.client) as client:
-        await Policy(client, weights, outage_timeout_s=1.0).start(served=3)
-    assert inference.updates == [(str(weights.resolve() / "step_0"), 0)]
+        await orchestrate(config_of(reload_weights_on_start=False))

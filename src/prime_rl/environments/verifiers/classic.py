@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import verifiers.legacy as vf
 from openai import AsyncOpenAI
 from verifiers.legacy.types import ClientConfig
@@ -39,7 +40,7 @@ class _Client(vf.RendererClient):
         self._traffic = traffic
         config = ClientConfig(
             client_type="renderer",
-            api_base_url=spec.base_url,
+            api_base_url=spec.base_urls[0],
             api_key_var=spec.api_key_var,
             extra_headers_from_state={SESSION_HEADER: "trajectory_id"},
         )
@@ -78,7 +79,7 @@ class ClassicEnvironment:
     def __init__(self, spec: EnvironmentSpec, environment: vf.Environment) -> None:
         self._spec = spec
         self._environment = environment
-        self._traffic = Traffic()
+        self._traffic = Traffic(spec)
         self._client = _Client(spec, self._traffic)
         self._rows: dict[Split, Any] = {}
         if environment.dataset_source is not None:
@@ -90,6 +91,9 @@ class ClassicEnvironment:
         self.num_eval = len(self._rows["eval"])
         _expose_scorer_errors(environment.rubric)
 
+    def avoid(self, servers: frozenset[str]) -> None:
+        self._traffic.transport.avoid(servers)
+
     async def close(self) -> None:
         await self._environment._teardown()
         await self._client.close()
@@ -98,7 +102,7 @@ class ClassicEnvironment:
         started = time.monotonic()
         row = dict(self._rows[request.split][request.example])
         try:
-            with self._traffic.rollout():
+            with self._traffic.rollout(request) as route:
                 state = await self._environment.rollout(row, self._client, self._spec.model, request.sampling)
                 generated = time.monotonic()
                 failure = _generation_failure(state)
@@ -106,7 +110,8 @@ class ClassicEnvironment:
                     failure = await self._score(state)
                 ended = time.monotonic()
                 timings = {"generate": generated - started, "score": ended - generated, "total": ended - started}
-                return self._rollout(request, state, failure, timings)
+                rollout = self._rollout(request, state, failure, timings)
+                return msgspec.structs.replace(rollout, failovers=route.num_failovers)
         except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data
             timings = {"total": time.monotonic() - started}
             failure = Failure.of(FailureKind.ENVIRONMENT, error)

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import httpx
+import msgspec
 import verifiers.v1 as vf
 from verifiers.v1.clients import TrainClient
 from verifiers.v1.dialects.chat import message_to_wire
@@ -150,9 +151,9 @@ class TasksetEnvironment:
         self._environment = environment
         self._tasks = tasks
         self._stack = stack
-        self._traffic = Traffic()
+        self._traffic = Traffic(spec)
         self._client_config = vf.TrainClientConfig(
-            base_url=spec.base_url,
+            base_url=spec.base_urls[0],
             api_key_var=spec.api_key_var,
             headers=spec.headers,
             renderer_model_name=spec.model,
@@ -180,18 +181,26 @@ class TasksetEnvironment:
             environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http, self._traffic)
         return self
 
+    def avoid(self, servers: frozenset[str]) -> None:
+        self._traffic.transport.avoid(servers)
+
     async def close(self) -> None:
         await self._stack.aclose()
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        with self._traffic.rollout():
-            return await self._run(request)
+        with self._traffic.rollout(request) as route:
+            rollout = await self._run(request)
+            return msgspec.structs.replace(rollout, failovers=route.num_failovers)
 
     async def _run(self, request: RolloutRequest) -> Rollout:
         started = time.monotonic()
         task = self._tasks[request.split][request.example]
         sampling = vf.SamplingConfig.model_validate(request.sampling)
-        context = vf.ModelContext(model=self._spec.model, client=self._client_config, sampling=sampling)
+        client = self._client_config
+        if request.servers and not isinstance(self._environment, _OneCallEnv):
+            # A harness of its own sends through its own client: when its server is lost, the rollout begins again.
+            client = client.model_copy(update={"base_url": request.servers[0]})
+        context = vf.ModelContext(model=self._spec.model, client=client, sampling=sampling)
         try:
             episode = await self._environment.run_episode(task, context)
         except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data

@@ -1,0 +1,115 @@
+"""Weights from GPU to GPU: the orchestrator's part of what trainer and servers do between themselves over NCCL.
+
+    trainer: broadcasts/step_N appears -> here: all servers pause, `ready_N` appears -> trainer sends, servers take
+                                       -> all servers resume
+
+Everybody of the group takes part, or nobody can. So when a server of the group is lost, or its update fails, the file
+`FALLBACK` appears, and the trainer publishes that step and all later ones as files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from prime_rl.aio import together
+from prime_rl.config.artifacts import NCCLBroadcastConfig
+from prime_rl.errors import ConfigError, InferenceError
+from prime_rl.logs import get_logger
+from prime_rl.orchestrator.fleet import Fleet, Server, State, Target
+from prime_rl.transport.api import InitTransferRequest
+
+FALLBACK: Final = "FALLBACK"
+"""Its content is the reason, for people."""
+
+_logger = get_logger(__name__)
+
+
+class Broadcasts:
+    """The NCCL group of a run, as far as the orchestrator has to do with it."""
+
+    def __init__(self, fleet: Fleet, directory: Path, config: NCCLBroadcastConfig) -> None:
+        """`directory`: `broadcasts` of the run."""
+        self.directory = directory
+        self.reason: str | None = None
+        """Why it is given up."""
+        self._fleet = fleet
+        self._config = config
+        self._members: dict[str, Server] = {}
+        """By the instance that joined."""
+
+    async def open(self) -> None:
+        """Have all servers join the trainer's group; falls back to files when one cannot.
+
+        Raises: ConfigError when the GPUs do not divide among the servers.
+        """
+        servers, world_size = self._fleet.servers, self._config.inference_world_size
+        if world_size % len(servers):
+            raise ConfigError(
+                f"weight_broadcast.inference_world_size = {world_size} does not divide among {len(servers)} servers; "
+                "set it to the GPUs of all servers together"
+            )
+        gpus = world_size // len(servers)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        requests = [
+            InitTransferRequest(
+                host=self._config.host,
+                port=self._config.port,
+                rank_offset=1 + index * gpus,
+                world_size=1 + world_size,
+                timeout=self._config.timeout,
+            )
+            for index in range(len(servers))
+        ]
+        missing = [server.name for server in servers if server.state is not State.UP]
+        if missing:
+            self.fall_back(f"{', '.join(missing)} was not there when the group was formed")
+            return
+        try:
+            await together(
+                *(server.client.init_transfer(request) for server, request in zip(servers, requests, strict=True))
+            )
+        except InferenceError as error:
+            self.fall_back(str(error))
+            return
+        self._members = {server.instance: server for server in servers if server.instance is not None}
+        _logger.info("%d servers joined the trainer's NCCL group of %d", len(servers), 1 + world_size)
+
+    async def relay(self, target: Target) -> bool:
+        """Have the servers take what the trainer sends for `target`. False: not done; it comes as files.
+
+        Raises: InferenceError when no server is up for too long.
+        """
+        lost = [server.name for instance, server in self._members.items() if not _is_there(server, instance)]
+        if lost or not self._members:
+            self.fall_back(f"{', '.join(lost) or 'no server'} is not in the group any more")
+            return False
+        members = list(self._members.values())
+        try:
+            await together(*(server.client.pause() for server in members))
+            await asyncio.to_thread((self.directory / f"ready_{target.version}").touch)
+            await self._fleet.update(replace(target, only_for=frozenset(self._members)))
+        except InferenceError as error:
+            self.fall_back(str(error))
+            return False
+        finally:
+            if self._fleet.target.version == target.version:  # whoever comes again later took no part
+                self._fleet.target = replace(self._fleet.target, only_for=frozenset())
+            await asyncio.gather(*(server.client.resume() for server in members), return_exceptions=True)
+        if not all(_is_there(server, instance) for instance, server in self._members.items()):
+            self.fall_back("a server was lost while it took the weights")
+        return True
+
+    def fall_back(self, reason: str) -> None:
+        """From now on weights come as files."""
+        if self.reason is None:
+            self.reason = reason
+            _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / FALLBACK).write_text(f"{reason}\n", encoding="utf-8")
+
+
+def _is_there(server: Server, instance: str) -> bool:
+    return server.state is State.UP and server.instance == instance
