@@ -95,6 +95,8 @@ def _parse(buffer: Tensor) -> dict[str, Tensor]:
     if not 8 < data_start <= len(buffer):
         raise ValueError("its header is cut off")
     header = json.loads(buffer[8:data_start].numpy().tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
     data = buffer[data_start:]
     tensors: dict[str, Tensor] = {}
     places = {name: place for name, place in header.items() if name != "__metadata__"}

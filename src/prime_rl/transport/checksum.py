@@ -37,7 +37,7 @@ def checksum_on_device(tensor: Tensor) -> Tensor:
     size = next(size for size in _WORDS if flat.numel() % size == 0)
     words = flat.view(_WORDS[size])
     length = min(_CHUNK_WORDS.get(tensor.device.type, _LARGE_CHUNK_WORDS), words.numel())
-    odd = torch.arange(1, 2 * length, 2, dtype=torch.int64, device=tensor.device)
+    odd = torch.arange(length, dtype=torch.int64, device=tensor.device).mul_(2).add_(1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), max(length, 1)):
         chunk = words[start : start + length].to(torch.int64).add_(OFFSET)
