@@ -55,6 +55,10 @@ class ChatRequest(StreamingFields):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """Whether a reply may have several calls; only its first one is told otherwise."""
+
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -62,6 +66,21 @@ class ChatRequest(StreamingFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+
+
+def calls_tools(body: ChatRequest) -> bool:
+    """Whether the reply's tool calls are to be read; HttpError for a choice that needs constrained sampling."""
+    if body.tool_choice in (None, "none"):
+        return body.tool_choice is None and bool(body.tools)
+    if not body.tools:
+        raise HttpError("tool_choice needs tools", param="tool_choice")
+    if body.tool_choice != "auto":
+        raise HttpError(
+            f"tool_choice={body.tool_choice!r:.80} is not supported by this server, which samples freely; take 'auto' "
+            "or 'none', or serve with backend = 'vllm'",
+            param="tool_choice",
+        )
+    return True
 
 
 class CompletionRequest(StreamingFields):

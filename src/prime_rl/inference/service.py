@@ -23,6 +23,7 @@ from prime_rl.inference.backend import Backend, GenerationRequest, TokenOutput
 from prime_rl.inference.generation import Choice, Completion, Delta, Generator
 from prime_rl.inference.http import EventStream, HttpError, json_response, until_disconnect
 from prime_rl.inference.metrics import BackendCollector, RequestMetrics
+from prime_rl.inference.replies import ReplyFormat
 from prime_rl.inference.requests import Limits, bad_word_tokens, sampling_params, stop_strings
 from prime_rl.inference.text import Stops, TextStream
 from prime_rl.inference.tokenizer import TextTokenizer
@@ -42,8 +43,8 @@ class Shape(Protocol):
         """Chunks to send before the first token."""
         ...
 
-    def chunk(self, delta: Delta) -> Json:
-        """One chunk of a stream."""
+    def chunk(self, delta: Delta) -> Json | None:
+        """One chunk of a stream; None where there is nothing to say yet."""
         ...
 
     def closing(self) -> Json:
@@ -62,6 +63,7 @@ class Service:
     registry: CollectorRegistry
     generator: Generator
     administration: Administration
+    replies: ReplyFormat
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -73,6 +75,7 @@ class Service:
         model_name: str,
         model_root: str,
         administration: Administration,
+        replies: ReplyFormat | None = None,
     ) -> "Service":
         """A service with its own registry of metrics."""
         registry = CollectorRegistry()
@@ -86,6 +89,7 @@ class Service:
             registry=registry,
             generator=generator,
             administration=administration,
+            replies=replies or ReplyFormat(),
         )
 
     @property
@@ -179,6 +183,8 @@ class Service:
             async for delta in deltas:
                 num_sampled += len(delta.tokens)
                 chunk = shape.chunk(delta)
+                if chunk is None:
+                    continue
                 if options.continuous_usage_stats:
                     chunk["usage"] = usage(num_prompt_tokens, num_sampled)
                 yield chunk

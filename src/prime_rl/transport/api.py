@@ -57,7 +57,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.fake import FakeBackend
+from prime_rl.inference.replies import ReplyFormat
 from prime_rl.inference.server import build_server
 from prime_rl.inference.service import Service
 from prime_rl.inference.tokenizer import TextTokenizer
@@ -100,12 +101,21 @@ def serve(tokenizer: TextTokenizer) -> Serve:
 
     @asynccontextmanager
     async def run(
-        backend: FakeBackend, *, key: str | None = None, tokenizer: TextTokenizer = tokenizer
+        backend: FakeBackend,
+        *,
+        key: str | None = None,
+        tokenizer: TextTokenizer = tokenizer,
+        replies: ReplyFormat | None = None,
     ) -> AsyncIterator[Running]:
         first = {name: tensor.clone() for name, tensor in backend.weights().items()}
         administration = EmbeddedAdministration(backend, first=first.items)
         service = Service.build(
-            backend, tokenizer, model_name=MODEL, model_root="/models/tiny", administration=administration
+            backend,
+            tokenizer,
+            model_name=MODEL,
+            model_root="/models/tiny",
+            administration=administration,
+            replies=replies,
         )
         server = build_server(service, key)
         with socket.create_server(("127.0.0.1", 0)) as listener:

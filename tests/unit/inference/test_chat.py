@@ -3,6 +3,8 @@ import asyncio
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from prime_rl.inference.replies import ReplyFormat
+
 HI = [{"role": "user", "content": "hi"}]
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -263,3 +265,67 @@ async def test_the_prompt_is_scored_on_demand(serve, make_backend):
     ]
     assert without["prompt_logprobs"] is None
     assert (echo.status_code, echo.json()["error"]["param"]) == (400, "echo")
+
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "me"}}\n</tool_call>'
+REPLIES = ReplyFormat(tool_parser="hermes", reasoning_parser="qwen3")
+
+
+async def test_tool_calls_and_reasoning_are_told_apart(serve, make_backend, say):
+    script = say(f"<think>hm</think>So:\n{CALL}{CALL}")
+    async with serve(make_backend(script=script), replies=REPLIES) as running:
+        ask = running.openai.chat.completions.create
+        (choice,) = (await ask(model="tiny", messages=HI, tools=[LOOK])).choices
+        (first,) = (await ask(model="tiny", messages=HI, tools=[LOOK], parallel_tool_calls=False)).choices
+        (cut,) = (
+            await ask(model="tiny", messages=HI, tools=[LOOK], max_tokens=len(f"<think>hm</think>So:\n{CALL}") - 5)
+        ).choices
+        (plain,) = (await ask(model="tiny", messages=HI, tools=[LOOK], tool_choice="none")).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.reasoning) == ("tool_calls", "So:\n", "hm")
+    calls = choice.message.tool_calls
+    assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [
+        ("function", "look", '{"at": "me"}')
+    ] * 2
+    assert len({one.id for one in calls}) == 2
+    assert len(first.message.tool_calls) == 1
+    assert cut.finish_reason == "length"
+    assert (plain.finish_reason, plain.message.content, plain.message.tool_calls) == (
+        "stop",
+        f"So:\n{CALL}{CALL}",
+        None,
+    )
+
+
+async def test_a_stream_of_calls_joins_to_the_whole_with_every_token_accounted_for(serve, make_backend, say):
+    text = f"<think>hm</think>So:\n{CALL}\n{CALL}"
+    async with serve(make_backend(script=say(text)), replies=REPLIES) as running:
+        ask = running.openai.chat.completions.create
+        whole = (await ask(model="tiny", messages=HI, tools=[LOOK])).choices[0].message
+        usage = {"include_usage": True}
+        chunks = [
+            c async for c in await ask(model="tiny", messages=HI, tools=[LOOK], stream=True, stream_options=usage)
+        ]
+        full = [c async for c in await ask(model="tiny", messages=HI, tools=[LOOK], stream=True, logprobs=True)]
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == whole.reasoning
+    calls = [one for delta in deltas for one in delta.tool_calls or []]
+    assert [(one.index, one.function.name, one.function.arguments) for one in calls] == [
+        (index, one.function.name, one.function.arguments) for index, one in enumerate(whole.tool_calls)
+    ]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+    num_tokens = chunks[-1].usage.completion_tokens
+    assert len(chunks) < num_tokens  # nothing is sent for what is held back
+    assert sum(len(chunk.choices[0].logprobs.content) for chunk in full[1:]) == num_tokens
+
+
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "look"}}])
+async def test_a_choice_of_tools_that_needs_constrained_sampling_is_refused(serve, make_backend, choice):
+    async with serve(make_backend(), replies=REPLIES) as running:
+        body = {"messages": HI, "tools": [LOOK], "tool_choice": choice}
+        answer = await running.http.post("/v1/chat/completions", json=body)
+        without = await running.http.post("/v1/chat/completions", json={"messages": HI, "tool_choice": "auto"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+    assert "backend = 'vllm'" in answer.json()["error"]["message"]
+    assert (without.status_code, without.json()["error"]["param"]) == (400, "tool_choice")
