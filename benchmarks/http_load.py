@@ -14,6 +14,8 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,14 +97,20 @@ class Connection(asyncio.Protocol):
         _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname, parts.port)
         return connection
 
+    async def get(self, path: str) -> Response:
+        """As `post`."""
+        return await self._request("GET", path, b"")
+
     async def post(self, path: str, body: bytes) -> Response:
         """Raises: ConnectionError when the server hangs up, TimeoutError after `REQUEST_TIMEOUT_S`."""
+        return await self._request("POST", path, body)
+
+    async def _request(self, method: str, path: str, body: bytes) -> Response:
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self._body, self._started = [], time.monotonic()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        lines = f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"
+        head = "\r\n".join((*lines, "", ""))
         self._transport.write(head.encode() + body)
         return await asyncio.wait_for(self._answer, REQUEST_TIMEOUT_S)
 
@@ -139,7 +147,7 @@ def generate_body(model: str, prompt: list[int], *, new_tokens: int, logprobs: b
     return msgspec.json.encode({"model": model, "token_ids": prompt, "sampling_params": sampling})
 
 
-async def load(url: str, model: str, work: Workload, prompts: list[list[int]], concurrency: int) -> list[Response]:
+async def load(url: str, model: str, work: Workload, prompts: Iterable[list[int]], concurrency: int) -> list[Response]:
     """Send all prompts, `concurrency` at a time; answers in the order in which they came."""
     waiting = iter(prompts)
     responses: list[Response] = []
@@ -154,7 +162,7 @@ async def load(url: str, model: str, work: Workload, prompts: list[list[int]], c
             connection.close()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(prompts))):
+        for _ in range(concurrency):
             group.create_task(client())
     return responses
 
@@ -169,6 +177,18 @@ def check(responses: list[Response], work: Workload) -> None:
             assert choice.logprobs is not None, "no logprobs"
             assert len(choice.logprobs.content) == work.new_tokens
             assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+def versions_of(responses: list[Response], work: Workload) -> dict[int, int]:
+    """Tokens by the weights that sampled them, as our servers say. Raises: AssertionError where runs do not add up."""
+    tokens: Counter[int] = Counter()
+    for response in responses:
+        (runs,) = msgspec.json.decode(response.body, type=Answer).versions or [[]]
+        assert sum(count for _, count in runs) == work.new_tokens, f"versions {runs} for {work.new_tokens} tokens"
+        assert runs == sorted(runs), f"weights went back: {runs}"
+        for version, count in runs:
+            tokens[version] += count
+    return dict(tokens)
 
 
 class Clients:
@@ -235,17 +255,35 @@ def one_run(args: argparse.Namespace, work: Workload, number: int) -> dict[str, 
     return {"started": started, "ended": ended, "cpu_s": cpu, "latencies": [r.latency_s for r in responses]}
 
 
+def keep_busy(args: argparse.Namespace, work: Workload) -> dict[str, Any]:
+    """Requests without end for `args.seconds`; none may be dropped."""
+    deadline = time.monotonic() + args.seconds
+    rng = random.Random(0)
+
+    def prompts() -> Iterator[list[int]]:
+        while time.monotonic() < deadline:
+            yield rng.choices(range(1, work.vocab), k=work.prompt_tokens)
+
+    responses = asyncio.run(load(args.url, args.model, work, prompts(), work.concurrency))
+    check(responses, work)
+    return {"requests": len(responses), "versions": versions_of(responses, work)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help="requests without end for this long, of a server of ours")
     for name, default in {"vocab": 512, "requests": 256, "concurrency": 128, "prompt-tokens": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--logprobs", type=int, default=1)
     args = parser.parse_args()
     work = Workload(**{name: getattr(args, name) for name in Workload.__dataclass_fields__})
+    if args.seconds is not None:
+        print(json.dumps(keep_busy(args, work)))
+        return
     if args.part is None:
         print(json.dumps(Clients(args.url, args.model, work, num_processes=1).run(0)))
         return
