@@ -25,6 +25,9 @@ class ServerConfig(BaseConfig):
 class InferenceModelConfig(ModelConfig):
     """The model that is served."""
 
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model may run, in vLLM."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and activations. auto: float32 on CPU, bfloat16 on a GPU."""
 
@@ -118,8 +121,8 @@ class InferenceConfig(ProcessConfig):
     left at ours."""
 
     max_num_batched_tokens: int = Field(default=2048, ge=1)
-    """Most tokens computed in one engine step; longer prompts are computed in pieces. vLLM has a default of its own, used
-    where this is left at ours."""
+    """Most tokens computed in one engine step; longer prompts are computed in pieces. vLLM has a default of its own,
+    used where this is left at ours."""
 
     enable_prefix_caching: bool = True
     """Whether prompts share the KV blocks of a common beginning (a group's prompt is computed once)."""
@@ -154,14 +157,14 @@ class InferenceConfig(ProcessConfig):
     """Whether a completion says which experts each token took, for the trainer's `enable_router_replay`."""
 
     api_server_count: int = Field(default=1, ge=1)
-    """Processes of vLLM that answer HTTP. Only 1: what tokens were sampled with which weights is known to one process."""
+    """Processes of vLLM that answer HTTP. Only 1: which weights sampled which tokens is known to one process."""
 
     vllm: dict[str, Any] = {}
     """vLLM's own arguments by their names (`quantization = "fp8"`); flags that are no key of ours go here."""
 
     router: bool = False
-    """Whether `vllm-router` stands in front of the servers that `rl` starts, at `server.port`; the servers listen on the
-    ports after it."""
+    """Whether `vllm-router` stands in front of the servers that `rl` starts, at `server.port`; the servers listen on
+    the ports after it."""
 
     seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""

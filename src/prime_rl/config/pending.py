@@ -66,7 +66,7 @@ PENDING: dict[str, Pending] = {
     ),
     "TrainerModelConfig.attn": Pending(SPEED, neutral=("sdpa",)),
     "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
-    **dict.fromkeys(["TrainerModelConfig.trust_remote_code", "PolicyModelConfig.trust_remote_code"], Pending(HF_CODE)),
+    "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
     **dict.fromkeys(
         [
@@ -200,6 +200,8 @@ def _pending(cls: type, name: str, kind: str) -> Pending | None:
         for key in (f"{owner.__name__}.{name}", f"{owner.__name__}.{name}:{kind}"):
             if key in PENDING:
                 return PENDING[key]
+        if name in vars(owner).get("__annotations__", {}):
+            return None  # a class that declares a key anew speaks for itself
     return None
 
 

@@ -1,73 +1,111 @@
-"""The inference server's process: bind, load, serve until told to stop or the engine fails.
+"""The inference server's process: choose the backend, bind, load, serve until told to stop or the engine fails.
 
-    client --HTTP--> uvicorn --> app (routes) --> Service --> Backend (engine)
+    embedded:  client --HTTP--> uvicorn --> app (routes) --> Service --> Backend (engine)
+    vllm:      client --HTTP--> uvicorn --> vLLM's own application, with our admin routes --> vLLM (`inference.vllm`)
 
 Whoever reaches the server can replace its weights, so without an API key only loopback is served; with one, all
 interfaces unless a host is given.
 """
 
 import asyncio
-import errno
 import gc
+import importlib.util
 import ipaddress
 import os
-import signal
 import socket
 from pathlib import Path
-from types import FrameType
+from typing import Literal
 
-import uvicorn
+import torch
 import uvloop
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.errors import ConfigError, InferenceError
+from prime_rl.errors import ConfigError
 from prime_rl.inference.app import build_app
 from prime_rl.inference.backend import Backend
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
+from prime_rl.inference.http_server import Server, bind, say_where, serve_until_stopped
 from prime_rl.inference.service import Service
 from prime_rl.inference.tokenizer import TextTokenizer
-from prime_rl.logs import get_logger
+from prime_rl.inference.vllm import server as vllm_server
 from prime_rl.models.hf import model_tensors, resolve_model
-
-logger = get_logger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the key where the configuration of a server that was not launched has none; vLLM reads the
 same one."""
 
-SHUTDOWN_S = 1
-"""Time that answers under way get to be sent when the server is told to stop."""
+BackendName = Literal["embedded", "vllm"]
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a whole batch of rollouts connects at once."""
+ONLY_VLLM: dict[str, object] = {
+    "parallel.tp": 1,
+    "parallel.dp": 1,
+    "kv_cache_offload": None,
+    "model.reasoning_parser": None,
+    "model.rope_scaling": None,
+    "model.trust_remote_code": False,
+    "enable_expert_parallel": False,
+    "all2all_backend": "allgather_reducescatter",
+    "enable_eplb": False,
+    "enable_return_routed_experts": False,
+    "vllm": {},
+}
+"""Keys that the embedded engine has no use for, and the values that ask it for nothing."""
 
 
 def run(config: InferenceConfig) -> None:
     """Serve until SIGTERM or SIGINT; InferenceError when the engine fails."""
-    choose_backend(config)
+    backend = choose_backend(config)
     api_key = api_key_of(config)
     # Bound before the model is loaded, so that a taken port is known at once.
     with bind(host_of(config, api_key), config.server.port) as listener:
         directory = resolve_model(config.model.name)
+        if backend == "vllm":
+            vllm_server.run(config, directory, listener, api_key)
+            return
         tokenizer = TextTokenizer.load(directory)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_load_and_serve(config, directory, tokenizer, listener, api_key))
 
 
-def choose_backend(config: InferenceConfig) -> str:
-    """The engine that serves: the one place that decides what `backend` means."""
-    if config.backend == "vllm":
-        raise ConfigError(
-            "backend = 'vllm' comes with a later version of prime-rl; set backend = 'embedded', or leave it out"
-        )
+def choose_backend(config: InferenceConfig) -> BackendName:
+    """The engine that serves: the one place that decides what `backend` means.
+
+    Raises: ConfigError where it is not installed, or cannot do what the configuration asks for.
+    """
+    is_installed = importlib.util.find_spec("vllm") is not None
+    wants_vllm = config.backend == "vllm" or (
+        config.backend == "auto" and is_installed and config.device != "cpu" and torch.cuda.is_available()
+    )
+    if wants_vllm and not is_installed:
+        raise ConfigError("backend = 'vllm', and vLLM is not installed: pip install 'prime-rl[vllm]'")
+    if wants_vllm:
+        return "vllm"
+    for key, neutral in ONLY_VLLM.items():
+        if (value := _value(config, key)) != neutral:
+            raise ConfigError(
+                f"{key} = {value!r} needs vLLM, and the embedded engine would serve (backend = {config.backend!r}): "
+                + _way_to_vllm(config, is_installed)
+            )
     return "embedded"
 
 
+def _way_to_vllm(config: InferenceConfig, is_installed: bool) -> str:
+    if not is_installed:
+        return "pip install 'prime-rl[vllm]', or leave the key out"
+    return "set backend = 'vllm', or leave the key out"
+
+
+def _value(config: InferenceConfig, key: str) -> object:
+    found: object = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
 def build_backend(config: InferenceConfig) -> Backend:
-    """The engine, with its model loaded."""
-    assert choose_backend(config) == "embedded"
+    """The embedded engine, with its model loaded."""
     return build_engine(config)
 
 
@@ -95,56 +133,11 @@ def host_of(config: InferenceConfig, api_key: str | None) -> str:
     return host
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet; ConfigError where the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"server.host = {host!r} is no address of this machine: {error}") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-class Server(uvicorn.Server):
-    """An HTTP server that closes its backend first when it stops, so that requests in flight end at once (503)."""
-
-    def __init__(self, config: uvicorn.Config, backend: Backend, *, ends_with_engine: bool) -> None:
-        super().__init__(config)
-        self._backend = backend
-        self._ends_with_engine = ends_with_engine
-        self.engine_failure: str | None = None
-        """Why the engine stopped, where that ended the server."""
-
-    async def on_tick(self, counter: int) -> bool:
-        """Whether to stop; uvicorn asks ten times a second."""
-        if self._ends_with_engine:
-            self.engine_failure = self._backend.stats().error
-        return await super().on_tick(counter) or self.engine_failure is not None
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._backend.close()
-        await super().shutdown(sockets)
-
-
 def build_server(service: Service, api_key: str | None, *, ends_with_engine: bool = False) -> Server:
     """The HTTP server of a service, not started; it outlives a failed engine, answering 503, unless told otherwise."""
-    config = uvicorn.Config(
-        build_app(service, api_key),
-        backlog=BACKLOG,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    return Server(config, service.backend, ends_with_engine=ends_with_engine)
+    backend = service.backend
+    failure = (lambda: backend.stats().error) if ends_with_engine else None
+    return Server(build_app(service, api_key), close=backend.close, failure=failure)
 
 
 async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
@@ -152,19 +145,8 @@ async def serve(service: Service, listener: socket.socket, api_key: str | None) 
 
     A failed engine serves no more, so it ends the server, too: requests in flight are answered, then InferenceError.
     """
-    # uvicorn stops on a signal and then raises it again for the handler that was there before. Being told to stop is
-    # no failure, so that handler does nothing.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stopped)
-    host, port = listener.getsockname()[:2]
-    logger.info("Serving %s on http://%s:%d (%s)", service.model_name, host, port, "API key" if api_key else "no key")
-    server = build_server(service, api_key, ends_with_engine=True)
-    try:
-        await server.serve(sockets=[listener])
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-    if server.engine_failure is not None:
-        raise InferenceError(server.engine_failure)
+    say_where(listener, service.model_name, api_key)
+    await serve_until_stopped(build_server(service, api_key, ends_with_engine=True), listener)
 
 
 async def _load_and_serve(
@@ -194,21 +176,8 @@ async def _load_and_serve(
     await serve(service, listener, api_key)
 
 
-def _stopped(number: int, frame: FrameType | None) -> None:
-    logger.info("Stopped by %s", signal.Signals(number).name)
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is already in use: stop the process that listens there, or choose another port "
-            "with server.port (0 takes a free one)"
-        )
-    return ConfigError(f"cannot listen on {host} port {port} (server.host, server.port): {error.strerror or error}")

@@ -8,9 +8,11 @@ import pytest
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, InferenceError, ModelError
+from prime_rl.inference import server
 from prime_rl.inference.backend import EngineFailed
 from prime_rl.inference.embedded import EmbeddedAdministration
-from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, bind, choose_backend, host_of, run, serve
+from prime_rl.inference.http_server import bind
+from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, choose_backend, host_of, run, serve
 from prime_rl.inference.service import Service
 
 
@@ -76,13 +78,59 @@ def test_port_zero_takes_a_free_port():
         assert listener.getsockname()[1] > 0
 
 
-def test_the_backend_is_the_embedded_one():
-    assert choose_backend(config()) == choose_backend(config(backend="embedded")) == "embedded"
+@pytest.fixture
+def machine(monkeypatch):
+    """Says whether vLLM is installed and a GPU visible."""
+
+    def say(*, has_vllm, has_gpu):
+        find = lambda name: object() if name == "vllm" and has_vllm else None  # noqa: E731
+        monkeypatch.setattr(server.importlib.util, "find_spec", find)
+        monkeypatch.setattr(server.torch.cuda, "is_available", lambda: has_gpu)
+
+    return say
 
 
-def test_vllm_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="comes with a later version"):
+@pytest.mark.parametrize(
+    ("has_vllm", "has_gpu", "chosen"),
+    [(True, True, "vllm"), (True, False, "embedded"), (False, True, "embedded"), (False, False, "embedded")],
+)
+def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_visible(machine, has_vllm, has_gpu, chosen):
+    machine(has_vllm=has_vllm, has_gpu=has_gpu)
+    assert choose_backend(config()) == chosen
+    assert choose_backend(config(device="cpu")) == choose_backend(config(backend="embedded")) == "embedded"
+
+
+def test_vllm_can_be_asked_for_without_a_gpu(machine):
+    machine(has_vllm=True, has_gpu=False)
+    assert choose_backend(config(backend="vllm")) == "vllm"
+
+
+def test_asking_for_vllm_where_it_is_not_installed_says_how_to_install_it(machine):
+    machine(has_vllm=False, has_gpu=True)
+    with pytest.raises(ConfigError, match=r"pip install 'prime-rl\[vllm\]'"):
         run(config(backend="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"parallel": {"tp": 2}}, "parallel.tp = 2"),
+        ({"kv_cache_offload": {}}, "kv_cache_offload = "),
+        ({"model": {"reasoning_parser": "qwen3"}}, "model.reasoning_parser = 'qwen3'"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel = True"),
+        ({"vllm": {"quantization": "fp8"}}, "vllm = {'quantization': 'fp8'}"),
+    ],
+)
+def test_what_only_vllm_can_do_is_refused_by_the_embedded_engine(machine, fields, key):
+    machine(has_vllm=False, has_gpu=True)
+    with pytest.raises(ConfigError) as caught:
+        choose_backend(config(**fields))
+    assert key in str(caught.value)
+    assert "pip install" in str(caught.value)
+    machine(has_vllm=True, has_gpu=False)
+    with pytest.raises(ConfigError, match="set backend = 'vllm'"):
+        choose_backend(config(**fields))
+    assert choose_backend(config(backend="vllm", **fields)) == "vllm"
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(free_port):

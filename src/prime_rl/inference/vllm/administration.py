@@ -1,0 +1,240 @@
+"""Weights of a vLLM server: `inference.admin.Administration` over vLLM's engine.
+
+    update: check the directory > pause (keep) and drain > the workers load and prove > forget prefixes > note versions
+            > resume. Until "load" nothing has changed and a bad directory is refused; from there on an error is the
+            server's end, for what it serves is not known.
+
+An adapter is a request's, in vLLM: new requests are given the newest, those in flight keep theirs, and nobody waits.
+"""
+
+import asyncio
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from prime_rl.errors import ArtifactError, InferenceError, ModelError
+from prime_rl.inference.vllm.engine import VersionedLLM
+from prime_rl.inference.vllm.expected import Shapes, check_fits, shapes_of
+from prime_rl.inference.vllm.failures import Causes
+from prime_rl.logs import get_logger
+from prime_rl.models import lora
+from prime_rl.transport.api import InitTransferRequest, ServedWeights
+from prime_rl.transport.manifest import MARKER, STEP_NAME, PublishedWeights, read_manifest, verify
+from prime_rl.transport.weights import load_weights
+
+logger = get_logger(__name__)
+
+LOAD_TIMEOUT_S: Final = 1800.0
+"""How long the workers may take to load weights: hundreds of gigabytes from a network disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What a directory says, checked."""
+
+    directory: Path
+    kind: str
+    digest: str | None
+    """None: it has no marker that says it; what arrived is then taken for it."""
+    published: PublishedWeights | None
+
+
+class VLLMAdministration:
+    """See `inference.admin.Administration`, whose methods these are. `first`: the model directory of the start."""
+
+    def __init__(self, engine: VersionedLLM, *, first: Path, recompute: bool, causes: Causes) -> None:
+        self.instance = secrets.token_hex(8)
+        self.lock = asyncio.Lock()
+        self.is_stopping = False
+        self._engine = engine
+        self._first = first
+        self._causes = causes
+        config = engine.vllm_config
+        self._has_connector = config.kv_transfer_config is not None
+        # What was offloaded is found by the same names as before, so with offloading nothing old may stay.
+        self._recompute = recompute or self._has_connector
+        self._has_lora = config.lora_config is not None
+        self._served = ServedWeights(version=0, digest=None)
+        self._adapter_tensors: dict[str, str] = {}
+        self._has_first_weights = True
+        self._num_adapters = 0
+        self._is_paused = False
+        self._transfer_timeout: float | None = None
+        self._failure: str | None = None
+        self._shapes: Shapes | None = None
+
+    def failure(self) -> str | None:
+        """Why this server is of no use any more; None while it is."""
+        if self._failure is None and self._engine.errored:
+            self._failure = f"vLLM's engine failed: {self._causes.first() or 'it ended without saying why'}"
+        return self._failure
+
+    def unavailable(self) -> str | None:
+        """Why requests cannot be answered, `is_stopping` included; None while they can."""
+        return self.failure() or ("the server is stopping" if self.is_stopping else None)
+
+    def served(self) -> ServedWeights:
+        return self._served
+
+    async def update(self, directory: Path, version: int) -> ServedWeights:
+        update = await asyncio.to_thread(self._read, directory)
+        if update.kind == "adapter":
+            return await self._use_adapter(update, version)
+        digest = await self._swap(_source(update), update.digest, version)
+        self._has_first_weights = False
+        self._served = ServedWeights(version=version, digest=digest)
+        return self._served
+
+    async def reload(self) -> ServedWeights:
+        if self._has_first_weights:
+            self._engine.use_weights(0)
+        else:
+            await self._swap({"directory": str(self._first)}, None, 0)
+            self._has_first_weights = True
+        self._adapter_tensors = {}
+        self._served = ServedWeights(version=0, digest=None)
+        return self._served
+
+    async def tensors(self) -> dict[str, str]:
+        """Read back from the model itself; an adapter's beside, under the names that it was published with."""
+        try:
+            found: dict[str, str] = (await self._engine.collective_rpc("prime_rl_checksums"))[0]
+        except Exception as error:
+            raise InferenceError(_reason(error)) from error
+        return found | self._adapter_tensors
+
+    async def pause(self) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+        self._is_paused = False
+
+    async def open_transfer(self, request: InitTransferRequest) -> None:
+        if not current_platform.is_cuda():
+            raise InferenceError(
+                "this server does not compute on NVIDIA GPUs; set weight_broadcast.type = 'filesystem'"
+            )
+        info = {
+            "master_address": request.host,
+            "master_port": request.port,
+            "rank_offset": request.rank_offset,
+            "world_size": request.world_size,
+            "packed": True,
+        }
+        joining = self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        try:
+            await asyncio.wait_for(joining, request.timeout)
+        except TimeoutError:
+            raise InferenceError(f"the trainer and all servers did not meet within {request.timeout:g} s") from None
+        except Exception as error:
+            raise InferenceError(f"vLLM could not join the trainer's NCCL group: {_reason(error)}") from error
+        self._transfer_timeout = request.timeout
+
+    def _read(self, directory: Path) -> _Update:
+        """Check all that can be checked before anything changes. Raises: ArtifactError, ModelError."""
+        if not directory.is_dir():
+            raise ArtifactError(f"{directory} does not exist")
+        has_marker = STEP_NAME.fullmatch(directory.name) is not None or (directory / MARKER).exists()
+        published = read_manifest(directory).weights if has_marker else None
+        kind = published.kind if published else "adapter" if lora.is_adapter(directory) else "model"
+        if kind == "adapter":
+            self._check_adapter(directory)
+        else:
+            self._check_model(directory, published, verified=has_marker and kind != "nccl")
+        digest = published.digest if published else None
+        return _Update(directory=directory, kind=kind, digest=digest, published=published)
+
+    def _check_model(self, directory: Path, published: PublishedWeights | None, *, verified: bool) -> None:
+        if published is not None and published.kind == "nccl" and self._transfer_timeout is None:
+            raise ModelError(f"{directory} announces a transfer by NCCL, and this server has not joined the group")
+        if verified:
+            verify(directory)
+        if self._engine.vllm_config.model_config.quantization is not None:
+            return  # the checkpoint's tensors need not be those that are published
+        if self._shapes is None:
+            self._shapes = shapes_of(self._first)
+        found = {name: tuple(entry.shape) for name, entry in published.tensors.items()} if published else None
+        check_fits(directory, found or shapes_of(directory), self._shapes)
+
+    def _check_adapter(self, directory: Path) -> None:
+        if not self._has_lora:
+            raise ModelError(f"{directory} is an adapter: start the server with inference.enable_lora = true")
+        if not self._has_first_weights:
+            raise ModelError(
+                f"{directory} is an adapter of the model that the server was started with, and other full weights are "
+                "served: POST /reload_weights first"
+            )
+        lora.read_config(directory)
+
+    async def _swap(self, source: dict[str, Any], digest: str | None, version: int) -> str:
+        """Have the workers load, with nothing running; the digest of what arrived."""
+        engine = self._engine
+        timeout = self._transfer_timeout if "names" in source and self._transfer_timeout else LOAD_TIMEOUT_S
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await engine.drained()
+            loading = engine.collective_rpc("prime_rl_take_weights", args=(source, digest))
+            found: str = (await asyncio.wait_for(loading, timeout))[0]
+            forgotten = await engine.reset_prefix_cache(
+                reset_running_requests=self._recompute, reset_connector=self._has_connector
+            )
+            if not forgotten:
+                raise InferenceError("vLLM did not forget what older weights computed")
+            if engine.model_config.is_multimodal_model:
+                await engine.reset_encoder_cache()
+        except Exception as error:
+            reason = f"not within {timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
+            self._failure = f"an update to weights {version} went wrong, so what is served is not known: {reason}"
+            raise InferenceError(self._failure) from error
+        engine.use_weights(version)
+        self._adapter_tensors = {}
+        if not self._is_paused:
+            await engine.resume_generation()
+        return found
+
+    async def _use_adapter(self, update: _Update, version: int) -> ServedWeights:
+        loaded = await asyncio.to_thread(load_weights, update.directory)
+        self._num_adapters += 1
+        name = f"{self.instance}-{self._num_adapters}"  # part of the names of cached prefixes, so used once only
+        adapter = LoRARequest(lora_name=name, lora_int_id=self._num_adapters, lora_path=str(update.directory))
+        try:
+            is_added = await self._engine.add_lora(adapter)
+        except Exception as error:
+            if self._engine.errored:
+                raise InferenceError(self.failure() or "") from error
+            raise ModelError(f"vLLM refuses the adapter {update.directory}: {_reason(error)}") from error
+        if not is_added:
+            raise ModelError(f"vLLM has not added the adapter {update.directory}")
+        self._engine.use_adapter(adapter, version)
+        self._adapter_tensors = {name: entry.checksum for name, entry in loaded.published.tensors.items()}
+        self._served = ServedWeights(version=version, digest=loaded.published.digest)
+        return self._served
+
+
+def _source(update: _Update) -> dict[str, Any]:
+    """What the workers are told: a directory, or what the trainer sends, in its order."""
+    if update.kind != "nccl":
+        return {"directory": str(update.directory)}
+    assert update.published is not None
+    tensors = update.published.tensors
+    return {
+        "names": list(tensors),
+        "dtype_names": [entry.dtype for entry in tensors.values()],
+        "shapes": [list(entry.shape) for entry in tensors.values()],
+        "packed": True,
+    }
+
+
+def _reason(error: Exception) -> str:
+    """What a worker said, without what vLLM puts around it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"^Call to \w+ method failed: ", "", text)
+    return re.sub(r"^Worker failed with error '(.*)', please check .*$", r"\1", text)

@@ -1,0 +1,109 @@
+"""vLLM's engine with what RL adds to it: which weights sampled which tokens, and an adapter that everybody is served.
+
+    SayVersions --ANSWER--> generate --PROMPT--> _add_request: the choice begins, with the version that is served now
+    an update: pause, drain, load, `use_weights`: every choice in flight notes how many tokens it has
+
+Uses of vLLM's internals: `_add_request` (the one place where a request gets its id and begins), the tokens of
+`output_processor.request_states`, and `engine_core.outputs_queue`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final, cast
+
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from prime_rl.errors import DeadlineExceeded
+from prime_rl.inference.vllm.versions import ANSWER, PROMPT, Prompt, cut_all
+
+DRAIN_TIMEOUT_S: Final = 60.0
+
+
+class VersionedLLM(AsyncLLM):
+    """One of vLLM's engines; all methods are called on one event loop."""
+
+    version: int = 0
+    """The weights that tokens are sampled with now."""
+    adapter: LoRARequest | None = None
+    """What requests are given that name no adapter of their own."""
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's; an answer that says its versions learns of its choices here, in the order in which they stand."""
+        if self.adapter is not None and options.get("lora_request") is None:
+            options["lora_request"] = self.adapter
+        outputs = super().generate(prompt, sampling_params, request_id, **options)
+        answer = ANSWER.get()
+        if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
+            return cast(AsyncGenerator[RequestOutput, None], outputs)
+        is_adapter = options.get("lora_request") is not None
+        choices = Prompt(sampling_params.n, self.version if is_adapter else None)
+        answer.prompts.append(choices)
+        return self._counted(choices, outputs)
+
+    async def _counted(
+        self, choices: Prompt, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._prompts.add(choices)
+        token = PROMPT.set(choices)  # read by _add_request, which runs before the first output comes
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    for completion in output.outputs:
+                        choices.choices[completion.index].num_tokens = len(completion.token_ids)
+                    yield output
+        finally:
+            self._prompts.discard(choices)
+            if PROMPT.get() is choices:
+                PROMPT.reset(token)
+
+    @property
+    def _prompts(self) -> set[Prompt]:
+        """The prompts in flight whose versions are asked for."""
+        found: set[Prompt] = self.__dict__.setdefault("_prompts_in_flight", set())
+        return found
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        # Nothing is awaited between this and the registration in `output_processor`, which comes first in vLLM's.
+        choices = PROMPT.get()
+        if choices is not None:
+            choices.begin(index, request.request_id, self.version)
+        await super()._add_request(request, prompt, parent_req, index, queue)
+
+    async def drained(self) -> None:
+        """Wait, in a paused engine, until every token that it has sampled is counted.
+
+        What the engine has sent lies before its answer to the pause. Its outputs are handled one after the other, so
+        once an empty one behind them has been taken, all are done.
+        """
+        queue = self.engine_core.outputs_queue
+        queue.put_nowait(EngineCoreOutputs())
+        deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
+        while not queue.empty():
+            if asyncio.get_running_loop().time() > deadline:
+                raise DeadlineExceeded(f"vLLM's outputs were not handled within {DRAIN_TIMEOUT_S:g} s of the pause")
+            await asyncio.sleep(0)
+
+    def use_weights(self, version: int) -> None:
+        """Tokens from now on are sampled with full weights `version`. The engine is paused and drained."""
+        self.adapter = None
+        self.version = version
+        cut_all(self._prompts, self._num_tokens, version)
+
+    def use_adapter(self, adapter: LoRARequest, version: int) -> None:
+        """Requests from now on are given `adapter`; those in flight keep what they have."""
+        self.adapter = adapter
+        self.version = version
+
+    def _num_tokens(self, request_id: str) -> int | None:
+        """Tokens of a request in flight; None for one that has finished."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None:
+            return None
+        return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())

@@ -1,0 +1,91 @@
+"""What our server asks of vLLM's workers (`--worker-extension-cls`): take weights, prove it, tell what is served.
+
+vLLM mixes the class into its own worker. Importing this module, which vLLM does in each worker before it loads a model,
+registers our weight-transfer engine: vLLM has no other moment for it.
+"""
+
+from typing import Any
+
+import torch
+
+from prime_rl.errors import InferenceError
+from prime_rl.inference.vllm import transfer
+from prime_rl.inference.vllm.served import served_tensors, without_adapters
+from prime_rl.transport.checksum import combined, entries
+
+transfer.register()
+
+MAX_NAMED = 3
+"""Parameters that an error names."""
+
+
+class WeightsExtension:
+    """Methods that the server calls on every worker. Names begin with `prime_rl`, for vLLM's own must not be hidden."""
+
+    weight_transfer_engine: transfer.TransferEngine
+    vllm_config: Any
+    model_runner: Any
+
+    def prime_rl_take_weights(self, source: dict[str, Any], digest: str | None) -> str:
+        """Load weights as `source` says and return the digest of what came.
+
+        Raises: InferenceError when it is not `digest`, or when a parameter is not what came. The model is not to be
+        used then.
+        """
+        worker: Any = self
+        with without_adapters(self.model_runner.get_model()):
+            worker.start_weight_update()
+            worker.update_weights(source)
+            worker.finish_weight_update()
+            came = self.weight_transfer_engine.arrived.entries()
+            found = combined(came)
+            if digest is not None and found != digest:
+                raise InferenceError(f"what arrived has the digest {found}, what was published {digest}")
+            self._prime_rl_check(came)
+        return found
+
+    def _prime_rl_check(self, came: dict[str, Any]) -> None:
+        """Every parameter was written; where parameters can be read back, they hold exactly what came."""
+        engine = self.weight_transfer_engine
+        model: torch.nn.Module = self.model_runner.get_model()
+        if engine.written:
+            unwritten = sorted({name for name, _ in model.named_parameters()} - engine.written)
+            if unwritten:
+                raise InferenceError(f"{len(unwritten)} parameters got no weights: {_some(unwritten)}")
+        if self._prime_rl_why_unreadable() is not None:
+            return
+        with torch.inference_mode():
+            served = entries(dict(served_tensors(model)))
+        same_type = {name for name, entry in served.items() if name in came and came[name].dtype == entry.dtype}
+        missing = sorted(served.keys() - came.keys())
+        wrong = sorted(name for name in same_type if came[name].checksum != served[name].checksum)
+        if missing:
+            raise InferenceError(f"{len(missing)} parameters got no weights: {_some(missing)}")
+        if wrong:
+            raise InferenceError(f"{len(wrong)} parameters are not what arrived: {_some(wrong)}")
+
+    def prime_rl_checksums(self) -> dict[str, str]:
+        """Hugging Face name -> checksum of what this worker serves. Raises: InferenceError where it cannot tell."""
+        reason = self._prime_rl_why_unreadable()
+        if reason is not None:
+            raise InferenceError(f"the tensors that vLLM serves cannot be read back one by one: {reason}")
+        model = self.model_runner.get_model()
+        with torch.inference_mode(), without_adapters(model):
+            served = entries(dict(served_tensors(model)))
+        return {name: entry.checksum for name, entry in served.items()}
+
+    def _prime_rl_why_unreadable(self) -> str | None:
+        parallel = self.vllm_config.parallel_config
+        if parallel.world_size > 1:
+            return f"{parallel.world_size} GPUs hold a part each (tensor parallel)"
+        if self.vllm_config.model_config.quantization is not None:
+            return f"they are quantized ({self.vllm_config.model_config.quantization})"
+        model = self.model_runner.get_model()
+        if any(parameter.ndim > 2 for _, parameter in model.named_parameters()):
+            return "its experts are joined"
+        return None
+
+
+def _some(names: list[str]) -> str:
+    more = ", ..." if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
