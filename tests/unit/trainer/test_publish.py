@@ -1,12 +1,24 @@
+import json
 import os
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from tests.doubles.transfer import TcpSender
 
+from prime_rl.errors import DeadlineExceeded
 from prime_rl.models.hf import hf_tensors
-from prime_rl.trainer.publish import WeightPublisher, removable
-from prime_rl.transport.manifest import complete_steps, verify
+from prime_rl.trainer.publish import BroadcastPublisher, WeightPublisher, removable
+from prime_rl.transport.broadcasts import fall_back, fallback_reason, ready_file
+from prime_rl.transport.checksum import checksum
+from prime_rl.transport.manifest import complete_steps, read_manifest, verify
 from prime_rl.transport.weights import read_weights
+
+ROOT = Path(__file__).parents[3]
 
 
 def publisher(decoder, model_dir, weights_dir, **changes) -> WeightPublisher:
@@ -44,3 +56,105 @@ def test_weights_are_published_in_the_dtype_asked_for(decoder, model_dir, tmp_pa
     for name, tensor in hf_tensors(decoder):
         assert torch.equal(read[name], tensor.bfloat16())
     assert "tokenizer.json" in verify(tmp_path / "weights" / "step_1").files
+
+
+def test_only_what_stays_is_forced_to_disk(decoder, model_dir, tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor))[1])
+    weights = publisher(decoder, model_dir, tmp_path / "weights", max_steps=2)
+    weights.publish(1)
+    assert not synced
+    weights.publish(2)
+    assert len(synced) >= 4  # weights, config, marker, directory
+
+
+def change_each_by_its_own_amount(decoder):
+    with torch.no_grad():
+        for number, parameter in enumerate(decoder.parameters(), 1):
+            parameter += number / 64
+
+
+def broadcast(decoder, model_dir, tmp_path, sender, **changes):
+    options = {"dtype": torch.bfloat16, "timeout": 60, **changes}
+    files = publisher(decoder, model_dir, tmp_path / "weights", dtype=options["dtype"], max_steps=9, interval=4)
+    return BroadcastPublisher(model=decoder, sender=sender, root=tmp_path / "broadcasts", files=files, **options)
+
+
+@contextmanager
+def receiver(tmp_path, port, num_steps):
+    arguments = [str(tmp_path / "broadcasts"), str(port), str(tmp_path / "results"), str(num_steps)]
+    process = subprocess.Popen([sys.executable, "-m", "tests.doubles.transfer", *arguments], cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def test_every_parameter_reaches_another_process_by_broadcast_until_that_is_gone(decoder, model_dir, tmp_path, caplog):
+    """Steps 1 to 3 are sent, 4 is a milestone, the receiver goes away at 5, so from 5 on files are written."""
+    expected = []
+    with closing(TcpSender()) as sender, receiver(tmp_path, sender.port, 3):
+        weights = broadcast(decoder, model_dir, tmp_path, sender)
+        for step in range(1, 7):
+            change_each_by_its_own_amount(decoder)
+            tensors = {name: tensor.bfloat16() for name, tensor in hf_tensors(decoder)}
+            expected.append({name: checksum(tensor) for name, tensor in tensors.items()})
+            weights.publish(step)
+    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert results == [{"version": step, "tensors": expected[step - 1]} for step in (1, 2, 3)]
+    assert all(len(set(values.values())) == len(values) for values in expected)
+    assert all(one[name] != two[name] for one, two in pairwise(expected) for name in one)
+    assert complete_steps(tmp_path / "weights") == [4, 5, 6]
+    for step in (4, 5, 6):
+        found = read_manifest(tmp_path / "weights" / f"step_{step}").weights.tensors
+        assert {name: entry.checksum for name, entry in found.items()} == expected[step - 1]
+    assert "the receiver went away" in fallback_reason(tmp_path / "broadcasts")
+    assert sum("Weights come as files from now on" in record.message for record in caplog.records) == 1
+
+
+class _StuckSender:
+    """Takes until somebody gives up."""
+
+    def __init__(self, root, *, stuck_in):
+        self.root = root
+        self.stuck_in = stuck_in
+        self.calls = []
+
+    def open(self, stopped):
+        self._call("open", stopped)
+
+    def send(self, tensors, stopped):
+        self._call("send", stopped)
+
+    def close(self):
+        self.calls.append("close")
+
+    def _call(self, name, stopped):
+        self.calls.append(name)
+        if name == self.stuck_in:
+            fall_back(self.root, "server 2 was lost")  # the orchestrator's
+            assert stopped()
+
+
+@pytest.mark.parametrize(("stuck_in", "calls"), [("open", ["open", "close"]), ("send", ["open", "send", "close"])])
+def test_a_transfer_that_hangs_becomes_files_once_the_orchestrator_gives_up(
+    decoder, model_dir, tmp_path, stuck_in, calls
+):
+    root = tmp_path / "broadcasts"
+    root.mkdir()
+    ready_file(root, 1).touch()
+    sender = _StuckSender(root, stuck_in=stuck_in)
+    weights = broadcast(decoder, model_dir, tmp_path, sender)
+    weights.publish(1)
+    weights.publish(2)
+    assert sender.calls == calls
+    assert complete_steps(tmp_path / "weights") == [1, 2]
+
+
+def test_an_orchestrator_that_does_not_react_is_waited_for_so_long_and_named(decoder, model_dir, tmp_path):
+    sender = _StuckSender(tmp_path / "broadcasts", stuck_in=None)
+    with pytest.raises(DeadlineExceeded, match=r"ready to receive weights 1 within 0\.01 s"):
+        broadcast(decoder, model_dir, tmp_path, sender, timeout=0.01).publish(1)
+    assert sender.calls == ["open"]
