@@ -3,8 +3,8 @@
     trainer: broadcasts/step_N appears -> here: all servers pause, `ready_N` appears -> trainer sends, servers take
                                        -> all servers resume
 
-Everybody of the group takes part, or nobody can. So when a server of the group is lost, or its update fails, the file
-`FALLBACK` appears, and the trainer publishes that step and all later ones as files.
+Everybody of the group takes part, or nobody can. So when a server of the group is lost, or its update fails, weights
+come as files from that step on; trainer and orchestrator tell each other so (`transport.broadcasts`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.fleet import Fleet, Server, State, Target
 from prime_rl.transport.api import InitTransferRequest
+from prime_rl.transport.broadcasts import fall_back, fallback_reason, ready_file
 
-FALLBACK: Final = "FALLBACK"
-"""Its content is the reason, for people."""
+FALLBACK_POLL_S: Final = 0.5
 
 _logger = get_logger(__name__)
 
@@ -33,12 +33,14 @@ class Broadcasts:
     def __init__(self, fleet: Fleet, directory: Path, config: NCCLBroadcastConfig) -> None:
         """`directory`: `broadcasts` of the run."""
         self.directory = directory
-        self.reason: str | None = None
-        """Why it is given up."""
         self._fleet = fleet
         self._config = config
         self._members: dict[str, Server] = {}
         """By the instance that joined."""
+
+    def is_over(self) -> bool:
+        """Whether weights come as files: either side said so."""
+        return fallback_reason(self.directory) is not None
 
     async def open(self) -> None:
         """Have all servers join the trainer's group; falls back to files when one cannot.
@@ -52,7 +54,6 @@ class Broadcasts:
                 "set it to the GPUs of all servers together"
             )
         gpus = world_size // len(servers)
-        self.directory.mkdir(parents=True, exist_ok=True)
         requests = [
             InitTransferRequest(
                 host=self._config.host,
@@ -72,7 +73,7 @@ class Broadcasts:
                 *(server.client.init_transfer(request) for server, request in zip(servers, requests, strict=True))
             )
         except InferenceError as error:
-            self.fall_back(str(error))
+            self.fall_back(f"the group could not be formed: {error}")
             return
         self._members = {server.instance: server for server in servers if server.instance is not None}
         _logger.info("%d servers joined the trainer's NCCL group of %d", len(servers), 1 + world_size)
@@ -88,9 +89,13 @@ class Broadcasts:
             return False
         members = list(self._members.values())
         try:
+            if self.is_over():
+                return False
             await together(*(server.client.pause() for server in members))
-            await asyncio.to_thread((self.directory / f"ready_{target.version}").touch)
-            await self._fleet.update(replace(target, only_for=frozenset(self._members)))
+            if self.is_over():
+                return False
+            ready_file(self.directory, target.version).touch()
+            await self._take(replace(target, only_for=frozenset(self._members)))
         except InferenceError as error:
             self.fall_back(str(error))
             return False
@@ -103,12 +108,26 @@ class Broadcasts:
         return True
 
     def fall_back(self, reason: str) -> None:
-        """From now on weights come as files."""
-        if self.reason is None:
-            self.reason = reason
+        """From now on weights come as files. Again is no harm: the first reason stays."""
+        if not self.is_over():
             _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / FALLBACK).write_text(f"{reason}\n", encoding="utf-8")
+            fall_back(self.directory, reason)
+
+    def close(self) -> None:
+        """The trainer need not wait for anybody to be ready any more."""
+        fall_back(self.directory, "the orchestrator has ended")
+
+    async def _take(self, target: Target) -> None:
+        """Have the servers take what is sent now. Raises: InferenceError when it is not sent after all."""
+        update = asyncio.create_task(self._fleet.update(target))
+        try:
+            while not (await asyncio.wait({update}, timeout=FALLBACK_POLL_S))[0]:
+                if (reason := fallback_reason(self.directory)) is not None:
+                    raise InferenceError(f"the trainer gave up: {reason}")
+            await update
+        finally:
+            update.cancel()
+            await asyncio.gather(update, return_exceptions=True)
 
 
 def _is_there(server: Server, instance: str) -> bool:

@@ -95,6 +95,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         events = stack.enter_context(EventLog.opened(paths.events))
         clients = await stack.enter_async_context(open_clients(config.client))
         policy = build_policy(config, clients, paths, events)
+        stack.callback(policy.close)
         opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
         # `--bench` leaves the weights as they are.
         starting = policy.start(config.client.ready_timeout, adopt=config.bench)

@@ -28,7 +28,7 @@ _logger = get_logger(__name__)
 
 
 class Policy:
-    """Which weights are served. `version` never goes back."""
+    """Which weights are served. `version` never goes back. `close` ends it."""
 
     def __init__(
         self, fleet: Fleet, weights: Path, *, broadcasts: Broadcasts | None = None, may_reload: bool = True
@@ -59,6 +59,11 @@ class Policy:
         if self._broadcasts is not None and not adopt:
             await self._broadcasts.open()
 
+    def close(self) -> None:
+        """Nobody relays weights any more."""
+        if self._broadcasts is not None:
+            self._broadcasts.close()
+
     async def watch(self, on_update: Callable[[int], None]) -> None:
         """Relay new weights, newest first, and tell `on_update` their version. Returns never.
 
@@ -88,7 +93,7 @@ class Policy:
     def _newest(self) -> Target | None:
         """The newest weights that are newer than those served; files where a step is there in both forms."""
         roots = [self._weights]
-        if self._broadcasts is not None and self._broadcasts.reason is None:
+        if self._broadcasts is not None and not self._broadcasts.is_over():
             roots.append(self._broadcasts.directory)
         is_due = time.monotonic() - self._listed_at >= LIST_INTERVAL_S
         if not is_due and not any((step_dir(root, self.version + 1) / MARKER).exists() for root in roots):
