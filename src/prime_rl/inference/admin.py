@@ -13,6 +13,7 @@ what was published. The routes answer their own errors, so that any Starlette ap
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from pathlib import Path
 from typing import Protocol
 
@@ -178,6 +179,7 @@ async def init_weight_transfer(request: Request) -> Response:
 def _answering(endpoint: Endpoint) -> Endpoint:
     """The endpoint, with its errors as answers."""
 
+    @wraps(endpoint)
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)

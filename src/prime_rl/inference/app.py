@@ -1,6 +1,6 @@
 """The application: every route, the key that they ask for, and how failures are answered.
 
-GET  /v1/models, /metrics
+GET  /v1/models, /metrics, /openapi.json
 POST /v1/chat/completions, /v1/completions         text out
 POST /inference/v1/generate, /v1/generate          token ids in and out
 POST /tokenize
@@ -21,6 +21,7 @@ from prime_rl.inference.completions import completions
 from prime_rl.inference.gate import BearerKey, MinVersion
 from prime_rl.inference.generate import generate
 from prime_rl.inference.http import HttpError, error_response
+from prime_rl.inference.openapi import openapi
 from prime_rl.inference.service import Service
 
 
@@ -28,6 +29,7 @@ def build_app(service: Service, api_key: str | None) -> Starlette:
     """The application; it does not own the backend."""
     routes = [
         *admin.routes(),
+        Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),

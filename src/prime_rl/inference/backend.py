@@ -177,6 +177,7 @@ class EngineStats:
     kv_blocks_total: int = 0
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     finished_total: int = 0
     aborted_total: int = 0

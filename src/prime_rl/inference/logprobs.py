@@ -100,18 +100,16 @@ def prompt_logprobs(scores: PromptLogprobs | None, tokenizer: TextTokenizer | No
 
 def generate_logprobs(tokens: Sequence[TokenOutput], *, num_top: int) -> dict[str, Any]:
     """`choices[].logprobs` of /inference/v1/generate: `top_logprobs` has at least the sampled token, and it first."""
-    return {
-        "content": [
-            {**entry, "top_logprobs": [entry, *_others(token, num_top - 1)]}
-            for token in tokens
-            for entry in (_plain_entry(token.token_id, token.logprob),)
-        ]
-    }
+    content = []
+    for token in tokens:  # written out: it is most of what an answer without text costs
+        name, logprob = f"token_id:{token.token_id}", max(token.logprob, LOWEST)
+        entry = {"token": name, "logprob": logprob}
+        tops = [entry] if num_top < 2 else [entry, *_others(token, num_top - 1)]
+        content.append({"token": name, "logprob": logprob, "top_logprobs": tops})
+    return {"content": content}
 
 
 def _others(token: TokenOutput, num: int) -> list[dict[str, Any]]:
-    if num <= 0:
-        return []
     return [_plain_entry(*other) for other in token.top_logprobs if other[0] != token.token_id][:num]
 
 

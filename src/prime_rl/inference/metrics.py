@@ -67,8 +67,9 @@ class BackendCollector:
         yield self._counter("vllm:prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens_total)
         yield self._counter("vllm:generation_tokens", "Tokens sampled.", stats.generated_tokens_total)
         yield self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens_total
+            "vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", stats.prefix_query_tokens_total
         )
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found there.", stats.prefix_hit_tokens_total)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)

@@ -140,7 +140,7 @@ def checked_prompt(prompt_ids: Sequence[int], limits: Limits, *, param: str) -> 
     """The prompt, if the engine can take it and sample one token."""
     if not prompt_ids:
         raise HttpError("the prompt is empty; it must have at least one token", param=param)
-    if not all(0 <= token_id < limits.vocab_size for token_id in prompt_ids):
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
         raise HttpError(f"token ids of the prompt must be in the vocabulary, 0 to {limits.vocab_size - 1}", param=param)
     if len(prompt_ids) >= limits.max_model_len:
         raise HttpError(

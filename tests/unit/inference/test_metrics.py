@@ -15,6 +15,7 @@ class Busy(FakeBackend):
             kv_blocks_total=20,
             prompt_tokens_total=7,
             generated_tokens_total=8,
+            prefix_query_tokens_total=10,
             prefix_hit_tokens_total=6,
             version=9,
         )
@@ -33,6 +34,7 @@ def test_the_backends_counts_are_read_when_asked():
     assert value("vllm:kv_cache_usage_perc") == 0.25
     assert value("vllm:prompt_tokens_total") == 7
     assert value("vllm:generation_tokens_total") == 8
+    assert value("vllm:prefix_cache_queries_total") == 10
     assert value("vllm:prefix_cache_hits_total") == 6
     assert value("prime_rl:weights_version") == 9
 

@@ -175,6 +175,7 @@ class Engine:
             kv_blocks_total=cache.num_blocks,
             prompt_tokens_total=self._prompt_tokens,
             generated_tokens_total=self._generated,
+            prefix_query_tokens_total=scheduler.prefix_query_tokens,
             prefix_hit_tokens_total=scheduler.prefix_hit_tokens,
             finished_total=self._finished,
             aborted_total=self._aborted,

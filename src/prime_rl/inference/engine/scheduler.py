@@ -93,6 +93,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
     @property
@@ -198,6 +199,7 @@ class Scheduler:
         sequence.num_blocks_in_table = 0
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
+        self.prefix_query_tokens += len(sequence.tokens)
         self.prefix_hit_tokens += sequence.num_computed
         return True
 

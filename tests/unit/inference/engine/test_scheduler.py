@@ -70,7 +70,7 @@ def test_equal_prompts_of_one_step_share_their_blocks_at_once() -> None:
     assert shape(chunks) == [("a", 0, 10), ("b", 8, 2), ("c", 8, 2)]
     assert chunks[1].sequence.blocks[:2] == chunks[0].sequence.blocks[:2]
     assert chunks[1].sequence.blocks[2] != chunks[0].sequence.blocks[2]
-    assert scheduler.prefix_hit_tokens == 16
+    assert (scheduler.prefix_query_tokens, scheduler.prefix_hit_tokens) == (30, 16)
 
 
 def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_known() -> None:
