@@ -27,6 +27,7 @@ from prime_rl.inference.backend import Backend
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
 from prime_rl.inference.http_server import Server, bind, say_where, serve_until_stopped
+from prime_rl.inference.replies import ReplyFormat
 from prime_rl.inference.service import Service
 from prime_rl.inference.tokenizer import TextTokenizer
 from prime_rl.inference.vllm import server as vllm_server
@@ -42,7 +43,6 @@ ONLY_VLLM: dict[str, object] = {
     "parallel.tp": 1,
     "parallel.dp": 1,
     "kv_cache_offload": None,
-    "model.reasoning_parser": None,
     "model.rope_scaling": None,
     "model.trust_remote_code": False,
     "enable_expert_parallel": False,
@@ -64,9 +64,9 @@ def run(config: InferenceConfig) -> None:
         if backend == "vllm":
             vllm_server.run(config, directory, listener, api_key)
             return
-        tokenizer = TextTokenizer.load(directory)
+        tokenizer, replies = TextTokenizer.load(directory), ReplyFormat.of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_load_and_serve(config, directory, tokenizer, listener, api_key))
+            runner.run(_load_and_serve(config, directory, tokenizer, replies, listener, api_key))
 
 
 def choose_backend(config: InferenceConfig) -> BackendName:
@@ -153,6 +153,7 @@ async def _load_and_serve(
     config: InferenceConfig,
     directory: Path,
     tokenizer: TextTokenizer,
+    replies: ReplyFormat,
     listener: socket.socket,
     api_key: str | None,
 ) -> None:
@@ -168,6 +169,7 @@ async def _load_and_serve(
         model_name=config.model.name,
         model_root=str(directory),
         administration=administration,
+        replies=replies,
     )
     # Everything loaded so far stays to the end. Garbage collections that visit it would hold up the event loop, and
     # the last one, when the interpreter exits, takes seconds.

@@ -116,7 +116,7 @@ def test_asking_for_vllm_where_it_is_not_installed_says_how_to_install_it(machin
     [
         ({"parallel": {"tp": 2}}, "parallel.tp = 2"),
         ({"kv_cache_offload": {}}, "kv_cache_offload = "),
-        ({"model": {"reasoning_parser": "qwen3"}}, "model.reasoning_parser = 'qwen3'"),
+        ({"model": {"rope_scaling": {"type": "linear"}}}, "model.rope_scaling = "),
         ({"enable_expert_parallel": True}, "enable_expert_parallel = True"),
         ({"vllm": {"quantization": "fp8"}}, "vllm = {'quantization': 'fp8'}"),
     ],
