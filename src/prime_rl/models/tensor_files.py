@@ -66,11 +66,10 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     return FileDigest(num_bytes=8 + len(head) + end, xxh3=hasher.hexdigest())
 
 
-def read_file(path: Path, *, pin_memory: bool = False) -> tuple[dict[str, Tensor], FileDigest]:
-    """The tensors of a file, views of one buffer on the CPU, in the order of the file. `pin_memory`: for fast copies
-    to a GPU.
+def read_file(path: Path, *, pin_memory: bool = False) -> tuple[Tensor, FileDigest]:
+    """The bytes of a file (uint8, on the CPU) and their digest. `pin_memory`: for fast copies to a GPU.
 
-    Raises: ModelError for a file of another format, OSError.
+    Raises: OSError.
     """
     hasher = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
@@ -79,18 +78,21 @@ def read_file(path: Path, *, pin_memory: bool = False) -> tuple[dict[str, Tensor
         while rest:
             count = file.readinto(rest[:_CHUNK_BYTES])
             if not count:
-                raise ModelError(f"{path} was cut while it was read")
+                raise OSError(f"{path} was cut while it was read")
             hasher.update(rest[:count])
             rest = rest[count:]
+    return buffer, FileDigest(num_bytes=len(buffer), xxh3=hasher.hexdigest())
+
+
+def parse_file(path: Path, content: Tensor) -> dict[str, Tensor]:
+    """The tensors in the bytes of a file, as views, in their order. Raises: ModelError naming `path`."""
     try:
-        tensors = _parse(buffer)
+        return _parse(content)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
-    return tensors, FileDigest(num_bytes=len(buffer), xxh3=hasher.hexdigest())
 
 
 def _parse(buffer: Tensor) -> dict[str, Tensor]:
-    """Views of the tensors in a file's bytes. ValueError and the like where these are no safetensors."""
     data_start = 8 + int.from_bytes(bytes(buffer[:8].tolist()), "little")
     if not 8 < data_start <= len(buffer):
         raise ValueError("its header is cut off")

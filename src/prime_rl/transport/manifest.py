@@ -173,12 +173,6 @@ def read_verified(directory: Path, name: str) -> bytes:
     return content
 
 
-def digest(directory: Path) -> str:
-    """One hex string for the contents of a published directory: equal digests mean equal files."""
-    files = sorted(read_manifest(directory).files.items())
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(files))
-
-
 def complete_steps(root: Path) -> list[int]:
     """Steps with a complete directory under `root`, ascending; empty when `root` does not exist."""
     if not root.is_dir():

@@ -24,7 +24,7 @@ from prime_rl.models.hf import (
     weight_files,
     write_safetensors,
 )
-from prime_rl.models.tensor_files import FileDigest, read_file, write_file
+from prime_rl.models.tensor_files import FileDigest, parse_file, read_file, write_file
 from prime_rl.paths import step_dir
 from prime_rl.transport.checksum import Tally, combined, entries
 from prime_rl.transport.manifest import (
@@ -157,7 +157,7 @@ def _note_files(draft: Draft, files: Mapping[str, FileDigest]) -> None:
 
 def _read_checked(path: Path, manifest: Manifest | None, pin_memory: bool) -> dict[str, Tensor]:
     try:
-        tensors, found = read_file(path, pin_memory=pin_memory)
+        content, found = read_file(path, pin_memory=pin_memory)
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error}") from error
     if manifest is not None:
@@ -165,7 +165,7 @@ def _read_checked(path: Path, manifest: Manifest | None, pin_memory: bool) -> di
         if expected is None:
             raise ArtifactError(f"{path} is not listed in its marker: it was not published with the others")
         check_file(path, expected=expected, found=FileEntry(bytes=found.num_bytes, xxh3=found.xxh3))
-    return tensors
+    return parse_file(path, content)
 
 
 def _check_names(directory: Path, announced: PublishedWeights, tensors: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from prime_rl.errors import ModelError
-from prime_rl.models.tensor_files import read_file, write_file
+from prime_rl.models.tensor_files import parse_file, read_file, write_file
 
 TENSORS = {
     "wide": torch.arange(3, dtype=torch.int64),
@@ -16,6 +16,10 @@ TENSORS = {
     "none": torch.zeros(0, 7),
     "flags": torch.tensor([True, False, True]),
 }
+
+
+def read(path):
+    return parse_file(path, read_file(path)[0])
 
 
 def same(one, two):
@@ -30,27 +34,26 @@ def test_what_is_written_is_read_back_by_us_and_by_the_library(tmp_path):
     written = write_file(path, TENSORS)
     content = path.read_bytes()
     assert (written.num_bytes, written.xxh3) == (len(content), xxhash.xxh3_128_hexdigest(content))
-    found, read = read_file(path)
-    assert read == written
-    same(TENSORS, found)
+    assert read_file(path)[1] == written
+    same(TENSORS, read(path))
     same(TENSORS, load_file(path))
 
 
 def test_what_the_library_writes_is_read(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file(TENSORS, path, metadata={"by": "the library"})
-    same(TENSORS, read_file(path)[0])
+    same(TENSORS, read(path))
 
 
 def test_views_and_transposes_are_written_as_what_they_show(tmp_path):
     tensor = torch.arange(12.0).view(3, 4)
     write_file(tmp_path / "x", {"t": tensor.T, "part": tensor[1:, ::2]})
-    same({"t": tensor.T, "part": tensor[1:, ::2]}, read_file(tmp_path / "x")[0])
+    same({"t": tensor.T, "part": tensor[1:, ::2]}, read(tmp_path / "x"))
 
 
 def test_tensors_of_one_type_keep_their_order(tmp_path):
     write_file(tmp_path / "x", {"z": torch.zeros(1), "a": torch.zeros(1), "m": torch.zeros(1)})
-    assert list(read_file(tmp_path / "x")[0]) == ["z", "a", "m"]
+    assert list(read(tmp_path / "x")) == ["z", "a", "m"]
 
 
 def test_tensors_that_are_not_aligned_are_read(tmp_path):
@@ -60,7 +63,7 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path):
     header += b" " * (-len(header) % 8)
     path = tmp_path / "x"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + bytes.fromhex("0000803f"))
-    same({"b": torch.tensor([7], dtype=torch.uint8), "f": torch.ones(1)}, read_file(path)[0])
+    same({"b": torch.tensor([7], dtype=torch.uint8), "f": torch.ones(1)}, read(path))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_anything_else_is_refused_by_name(tmp_path: Path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
-        read_file(path)
+        read(path)
 
 
 def test_a_tensor_outside_the_file_is_refused_by_name(tmp_path):
@@ -86,4 +89,4 @@ def test_a_tensor_outside_the_file_is_refused_by_name(tmp_path):
     write_file(path, {"first": torch.zeros(4), "second": torch.zeros(4)})
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError, match="tensor second of shape"):
-        read_file(path)
+        read(path)

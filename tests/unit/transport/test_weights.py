@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.errors import ArtifactError
+from prime_rl.errors import ArtifactError, ModelError
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, hf_tensors, initialize, load_hf_tensors
-from prime_rl.transport.manifest import complete_steps, digest
-from prime_rl.transport.weights import publish_weights, read_weights
+from prime_rl.models.lora import AdapterConfig
+from prime_rl.transport.checksum import combined, entries
+from prime_rl.transport.manifest import PublishedWeights, complete_steps, read_manifest, verify
+from prime_rl.transport.weights import load_weights, publish_adapter, publish_weights, read_weights
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -92,7 +94,8 @@ def test_equal_weights_have_equal_digests(tmp_path, assets):
     one = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
     two = publish_weights(hf_tensors(decoder()), step=2, weights_dir=tmp_path, assets=assets)
     other = publish_weights(hf_tensors(decoder(seed=1)), step=3, weights_dir=tmp_path, assets=assets)
-    assert digest(one) == digest(two) != digest(other)
+    digests = [read_manifest(directory).weights.digest for directory in (one, two, other)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_damaged_tensor_file_is_refused_before_any_tensor_is_read(tmp_path, assets):
@@ -114,3 +117,91 @@ def test_a_source_that_fails_half_way_publishes_nothing(tmp_path, assets):
         publish_weights(tensors(), step=1, weights_dir=tmp_path / "weights", assets=assets)
     assert complete_steps(tmp_path / "weights") == []
     assert os.listdir(tmp_path / "weights") == []
+
+
+def test_the_marker_names_every_tensor_with_its_checksum(tmp_path, assets):
+    model = decoder()
+    directory = publish_weights(hf_tensors(model), step=1, weights_dir=tmp_path, assets=assets)
+    announced = read_manifest(directory).weights
+    assert announced == PublishedWeights(
+        kind="model",
+        digest=combined(entries(dict(hf_tensors(model)))),
+        tensors=entries(dict(hf_tensors(model))),
+    )
+    assert list(announced.tensors) == [name for name, _ in hf_tensors(model)]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 2000])
+def test_loading_gives_the_tensors_and_what_the_marker_says_of_them(tmp_path, assets, max_shard_bytes):
+    model = decoder()
+    directory = publish_weights(
+        hf_tensors(model), step=1, weights_dir=tmp_path, assets=assets, max_shard_bytes=max_shard_bytes
+    )
+    loaded = load_weights(directory)
+    assert loaded.published == read_manifest(directory).weights
+    assert entries(loaded.tensors).items() == loaded.published.tensors.items()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in hf_tensors(model))
+
+
+def rewrite_marker(directory, edit):
+    marker = json.loads((directory / "STABLE").read_text())
+    edit(marker)
+    (directory / "STABLE").write_text(json.dumps(marker))
+
+
+def test_weights_of_an_older_version_have_their_digest_computed(tmp_path, assets):
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    announced = read_manifest(directory).weights
+    rewrite_marker(directory, lambda marker: marker.pop("weights"))
+    assert load_weights(directory).published.digest == announced.digest
+
+
+def test_a_model_directory_of_others_needs_no_marker_but_a_step_does(tmp_path, assets):
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    announced = read_manifest(directory).weights
+    (directory / "STABLE").unlink()
+    with pytest.raises(ArtifactError, match="has no marker, so it was not written completely"):
+        load_weights(directory)
+    assert load_weights(directory.rename(tmp_path / "downloaded")).published.digest == announced.digest
+    with pytest.raises(ArtifactError, match="nowhere does not exist"):
+        load_weights(tmp_path / "nowhere")
+    (assets / "training_args.bin").unlink()
+    with pytest.raises(ModelError, match="assets holds no tensors"):
+        load_weights(assets)
+
+
+@pytest.mark.parametrize("pattern", ["model-00002-of-*", "config.json"])
+def test_any_damaged_file_is_refused(tmp_path, assets, pattern):
+    directory = publish_weights(
+        hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets, max_shard_bytes=4000
+    )
+    (path,) = directory.glob(pattern)
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ArtifactError, match=f"{path.name} is damaged"):
+        load_weights(directory)
+
+
+def test_a_marker_of_other_tensors_is_refused(tmp_path, assets):
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
+    rewrite_marker(directory, lambda marker: marker["weights"]["tensors"].pop("model.norm.weight"))
+    with pytest.raises(ArtifactError, match=r"not name the same tensors; model\.norm\.weight is in one of them"):
+        load_weights(directory)
+
+
+def test_an_adapter_is_published_as_peft_files_with_the_digest_of_its_tensors(tmp_path):
+    config = AdapterConfig(rank=1, alpha=2.0, target_modules=("q_proj",))
+    factors = {"model.layers.0.self_attn.q_proj": (torch.ones(1, 16), torch.ones(16, 1))}
+    directory = publish_adapter(config, factors, step=1, weights_dir=tmp_path, base_model="base")
+    assert sorted(os.listdir(directory)) == ["STABLE", "adapter_config.json", "adapter_model.safetensors"]
+    loaded = load_weights(directory)
+    assert loaded.published == read_manifest(directory).weights
+    assert (loaded.published.kind, loaded.published.digest) == ("adapter", combined(entries(loaded.tensors)))
+    assert json.loads((directory / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+
+
+def test_what_is_not_durable_reads_the_same(tmp_path, assets):
+    one = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets, durable=False)
+    two = publish_weights(hf_tensors(decoder()), step=2, weights_dir=tmp_path, assets=assets)
+    assert verify(one).files == verify(two).files
