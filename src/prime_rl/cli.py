@@ -42,7 +42,7 @@ def _rl_files(config: "RLConfig") -> "Files":
 
     check_run_dir(config.output_dir, clean=config.clean)
     specs = plan_rl(config, named_machine(os.environ))
-    return {"rl": config} | {spec.name: spec.config for spec in specs}
+    return {"rl": config} | {spec.name: spec.config for spec in specs if spec.config is not None}
 
 
 def _rl(config: "RLConfig") -> None:

@@ -18,7 +18,6 @@ SHARDED = "the trainer on several GPUs"
 SPEED = "the trainer's memory and speed options"
 ALGORITHMS = "the full set of losses, optimizers and advantages"
 VLLM = "the vLLM backend"
-FLEET = "several inference servers"
 NCCL = "weights from GPU to GPU"
 LORA = "LoRA"
 HF_CODE = "models of other architectures"
@@ -94,15 +93,16 @@ PENDING: dict[str, Pending] = {
         Pending(ALGORITHMS),
     ),
     **dict.fromkeys(
-        ["TrainerConfig.weight_broadcast", "OrchestratorConfig.weight_broadcast", "InferenceConfig.weight_broadcast"],
+        ["TrainerConfig.weight_broadcast", "InferenceConfig.weight_broadcast"],
         Pending(NCCL),
     ),
     **dict.fromkeys(
-        ["RLConfig.deployment", "RLConfig.slurm", "SFTConfig.slurm", "InferenceConfig.deployment"], Pending(CLUSTER)
+        [
+            *("RLConfig.deployment", "RLConfig.slurm", "SFTConfig.slurm", "InferenceConfig.deployment"),
+            *("TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport", "ClientConfig.elastic"),
+        ],
+        Pending(CLUSTER),
     ),
-    **dict.fromkeys(["TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport"], Pending(FLEET)),
-    "RLConfig.inference_gpu_ids": Pending(VLLM, max_length=1),
-    "ClientConfig.elastic": Pending(FLEET),
     **dict.fromkeys(
         [
             *("OrchestratorConfig.val", "OrchestratorConfig.buffer", "OrchestratorConfig.filters"),

@@ -7,7 +7,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from prime_rl.config.artifacts import NCCLBroadcastConfig, SharedCheckpointConfig, SharedWeightBroadcastConfig
+from prime_rl.config.artifacts import (
+    AutoBroadcastConfig,
+    NCCLBroadcastConfig,
+    SharedCheckpointConfig,
+    SharedWeightBroadcastConfig,
+)
 from prime_rl.config.compat.old_values import resolve_gpu_counts
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.inference import LORA_RANKS, InferenceConfig, ParallelConfig, ServerConfig
@@ -156,10 +161,11 @@ class RLConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _broadcast_over_nccl(self) -> Any:
-        if not isinstance(self.trainer.weight_broadcast, NCCLBroadcastConfig):
+        if not isinstance(self.trainer.weight_broadcast, NCCLBroadcastConfig | AutoBroadcastConfig):
             return self
         gpus = {*(self.inference_gpu_ids or ()), *(self.trainer_gpu_ids or ())}
-        if self.inference_gpu_ids and self.trainer_gpu_ids and len(gpus) < 2:
+        is_sure = isinstance(self.trainer.weight_broadcast, NCCLBroadcastConfig)
+        if is_sure and self.inference_gpu_ids and self.trainer_gpu_ids and len(gpus) < 2:
             raise Conflict(
                 "weight_broadcast.type nccl needs a GPU for each side; use filesystem on one GPU",
                 "weight_broadcast.type",
@@ -259,9 +265,11 @@ def _fit_parallelism_to_gpus(values: Values) -> None:
     if _is_on(values, "inference") and isinstance(ids, list) and (shards := whole_number(tp)):
         if values.get(("inference", "parallel", "dp")) is None and len(ids) % shards == 0:
             values.fill(("inference", "parallel", "dp"), len(ids) // shards, ("inference_gpu_ids",))
-        nccl = ("trainer", "weight_broadcast", "inference_world_size")
-        if values.get(("trainer", "weight_broadcast", "type")) == "nccl" and values.get(nccl) is None:
-            values.fill(nccl, len(ids), ("inference_gpu_ids",))
+        for component in _TRAINED:
+            nccl = (component, "weight_broadcast", "inference_world_size")
+            is_nccl = values.get((component, "weight_broadcast", "type")) in ("nccl", "auto")
+            if is_nccl and values.get(nccl) is None:
+                values.fill(nccl, len(ids), ("inference_gpu_ids",))
     ids = values.get(("trainer_gpu_ids",))
     if isinstance(ids, list) and values.get(("orchestrator", "num_train_workers")) is None:
         cp, tp = (whole_number(values.get(("trainer", "model", key), default=1)) for key in ("cp", "tp"))

@@ -1,12 +1,13 @@
 """Starts a plan on this machine and watches it.
 
 Each process runs in a session of its own, so that a Ctrl-C reaches the launcher alone, which then stops all of them in
-order. When one fails, the rest are stopped and the error names it, with the reason it gave and its last lines. A
-launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
+order. When one fails, the rest are stopped and the error names it, with the reason it gave and its last lines; only of
+several servers one may die. A launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
 """
 
 import contextlib
 import http.client
+import importlib.util
 import os
 import shutil
 import signal
@@ -27,7 +28,10 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.config.writing import write_toml
 from prime_rl.errors import ProcessFailed
-from prime_rl.launch.plan import Machine, ProcessSpec, config_path
+from prime_rl.launch.machine import Machine, ProcessSpec
+from prime_rl.launch.plan import config_path
+from prime_rl.launch.servers import ROUTER
+from prime_rl.monitors.events import EventLog
 from prime_rl.paths import RunPaths
 
 POLL_S = 0.2
@@ -44,7 +48,14 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
     else:
         gpus = tuple(gpu.strip() for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1")
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(gpus=gpus, num_cpus=num_cpus)
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    return Machine(gpus=gpus, num_cpus=num_cpus, has_vllm=has_vllm, router=_find_router())
+
+
+def _find_router() -> str | None:
+    """The vllm-router command: beside this Python, else wherever commands are."""
+    beside = Path(sys.executable).with_name(ROUTER)
+    return str(beside) if beside.exists() else shutil.which(ROUTER)
 
 
 def _count_gpus() -> int:
@@ -77,6 +88,8 @@ class _Running:
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     log: Path
+    was_told: bool = False
+    """It died, others do its work, and that was said."""
 
 
 class Stopped(BaseException):
@@ -86,8 +99,9 @@ class Stopped(BaseException):
 def run_local(specs: Sequence[ProcessSpec], output_dir: Path, on_tick: Callable[[], None] = lambda: None) -> None:
     """Start `specs`, call `on_tick` a few times a second, and return when every process that ends by itself has.
 
-    Raises ProcessFailed when any of them fails, and when a service ends before the others are done. Whatever way this
-    function is left, nothing that it started is left running.
+    Raises ProcessFailed when any of them fails, and when a service ends before the others are done. One of several
+    servers may: while another one runs, that is an event and not the end. Whatever way this function is left, nothing
+    that it started is left running.
     """
     running: list[_Running] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -95,7 +109,7 @@ def run_local(specs: Sequence[ProcessSpec], output_dir: Path, on_tick: Callable[
     try:
         for spec in specs:
             running.append(_start(spec, output_dir))
-        while not _finished(running):
+        while not _finished(running, RunPaths(output_dir).events):
             time.sleep(POLL_S)
             on_tick()
         on_tick()
@@ -112,11 +126,13 @@ def _raise_stopped(signum: int, frame: FrameType | None) -> None:
 
 
 def _start(spec: ProcessSpec, output_dir: Path) -> _Running:
-    config = config_path(spec, output_dir)
-    write_toml(spec.config, config)
+    argv = list(spec.argv)
+    if spec.config is not None:
+        config = config_path(spec, output_dir)
+        write_toml(spec.config, config)
+        argv = [sys.executable, "-m", "prime_rl.cli", spec.command, "@", str(config)]
     log = RunPaths(output_dir).log(spec.name)
     log.parent.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "prime_rl.cli", spec.command, "@", str(config)]
     env = {**os.environ, **spec.env, lifeline.VARIABLE: lifeline.launcher_token()}
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -130,9 +146,15 @@ def _start(spec: ProcessSpec, output_dir: Path) -> _Running:
     return _Running(spec, process, log)
 
 
-def _finished(running: Sequence[_Running]) -> bool:
+def _finished(running: Sequence[_Running], events: Path) -> bool:
     """Whether the run is complete; ProcessFailed when a process ended as it should not."""
     ended = [one for one in running if one.process.poll() is not None]
+    for one in [one for one in ended if _is_survived(one, running)]:
+        ended.remove(one)
+        if not one.was_told:
+            one.was_told = True
+            with EventLog.opened(events) as log:
+                log.write(f"{_how_it_ended(one)}; the run goes on with the others; see {one.log}")
     for one in ended:
         if one.process.returncode != 0:
             raise ProcessFailed(_obituary(one))
@@ -143,20 +165,28 @@ def _finished(running: Sequence[_Running]) -> bool:
     return done
 
 
-def _obituary(one: _Running) -> str:
-    """Which process ended, how, the reason it gave, and its last lines."""
+def _is_survived(one: _Running, running: Sequence[_Running]) -> bool:
+    """Whether it is one of several servers, and another one still runs."""
+    others = [other for other in running if other is not one and other.spec.command == one.spec.command]
+    return one.spec.is_service and any(other.process.poll() is None for other in others)
+
+
+def _how_it_ended(one: _Running) -> str:
     code = one.process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if code == 0:
-        how = "ended before the run was complete"
+    return f"{one.spec.name} {how if code else 'ended before the run was complete'}"
+
+
+def _obituary(one: _Running) -> str:
+    """Which process ended, how, the reason it gave, and its last lines."""
     if one.spec.owns_terminal:
-        return f"{one.spec.name} {how}"
+        return _how_it_ended(one)
     with one.log.open(encoding="utf-8", errors="replace") as file:
         lines = [line.rstrip() for line in deque(file, maxlen=NUM_LAST_LINES)]
     reason = next((line for line in reversed(lines) if line.startswith(f"{one.spec.command}: ")), None)
     said = f": {reason.partition(': ')[2]}" if reason else ""
     quoted = "\n".join(f"  | {line}" for line in lines) or "  | (nothing was written)"
-    return f"{one.spec.name} {how}{said}\nthe last lines of {one.log}:\n{quoted}"
+    return f"{_how_it_ended(one)}{said}\nthe last lines of {one.log}:\n{quoted}"
 
 
 def _stop(running: Sequence[_Running]) -> None:

@@ -4,48 +4,20 @@ Pure functions of their arguments, so that a test can compare a plan with a gold
 can consume the same plan. `launch.local` starts one on this machine.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
-
+from prime_rl.config.artifacts import AutoBroadcastConfig, NCCLBroadcastConfig, WeightBroadcastConfig
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
+from prime_rl.launch.machine import Machine, ProcessSpec, placed
+from prime_rl.launch.servers import Serving, plan_servers
 from prime_rl.paths import RunPaths
 
 SHARED_GPU_UTILIZATION = 0.4
 CPU_EXAMPLE = "rl @ examples/reverse_text_cpu/rl.toml"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """One process of a run.
-
-    Example: ProcessSpec(name="trainer", command="trainer", config=trainer, env={"CUDA_VISIBLE_DEVICES": "1"})
-    """
-
-    name: str
-    command: str
-    """The `prime-rl` command that it runs on its resolved configuration."""
-    config: BaseModel
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the launcher."""
-    is_service: bool = False
-    """Runs until the others are done, and is then stopped; the others end by themselves."""
-    owns_terminal: bool = False
-    """Writes to the terminal instead of its log file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the plan must know of the machine."""
-
-    gpus: tuple[str, ...]
-    """Visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    num_cpus: int
 
 
 def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
@@ -55,24 +27,29 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     """
     if machine is None:
         named = (*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ()), *(config.teacher_gpu_ids or ()))
-        machine = Machine(gpus=tuple(map(str, range(max(named, default=-1) + 1))), num_cpus=1)
-    inference_ids, trainer_ids = _gpu_ids(config, len(machine.gpus))
-    specs = []
+        gpus = tuple(map(str, range(max(named, default=-1) + 1)))
+        machine = Machine(gpus=gpus, num_cpus=1, has_vllm=True, router="vllm-router")
+    inference_ids, trainer_ids = _gpu_ids(config, machine)
+    serving = Serving(client=config.orchestrator.client, is_vllm=False)
     if config.inference is not None:
         server = config.inference
         if set(inference_ids) & set(trainer_ids):  # the trainer on the same GPU needs memory too
             share = min(server.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
             server = server.model_copy(update={"gpu_memory_utilization": share})
-        env = _placed(machine, inference_ids)
-        specs.append(ProcessSpec(name="inference", command="inference", config=server, env=env, is_service=True))
+        serving = plan_servers(server, config.orchestrator.client, machine, inference_ids)
+    over_nccl = serving.is_vllm and bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
+    broadcasts = {
+        name: {"weight_broadcast": _resolved(component.weight_broadcast, len(inference_ids), over_nccl=over_nccl)}
+        for name, component in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
+    }
+    orchestrator = config.orchestrator.model_copy(update={"client": serving.client, **broadcasts["orchestrator"]})
+    trainer = config.trainer.model_copy(update=broadcasts["trainer"])
     key = _client_key(config.inference.api_key if config.inference else None, config.orchestrator.client)
-    specs += [
-        ProcessSpec(
-            name="orchestrator", command="orchestrator", config=config.orchestrator, env=_placed(machine, ()) | key
-        ),
-        ProcessSpec(name="trainer", command="trainer", config=config.trainer, env=_placed(machine, trainer_ids)),
+    return [
+        *serving.specs,
+        ProcessSpec(name="orchestrator", command="orchestrator", config=orchestrator, env=placed(machine, ()) | key),
+        ProcessSpec(name="trainer", command="trainer", config=trainer, env=placed(machine, trainer_ids)),
     ]
-    return specs
 
 
 def plan_eval(config: EvalConfig, machine: Machine) -> list[ProcessSpec]:
@@ -80,14 +57,11 @@ def plan_eval(config: EvalConfig, machine: Machine) -> list[ProcessSpec]:
     model = config.inference.model.model_copy(update={"name": config.model.name})
     server = config.inference.model_copy(update={"model": model, "output_dir": config.output_dir})
     client = ClientConfig(base_url=(f"http://localhost:{server.server.port}/v1",))
-    runner = config.model_copy(update={"client": client})
-    ids = (0,) if machine.gpus else ()
-    alone = Machine(gpus=machine.gpus, num_cpus=2 * machine.num_cpus)  # nobody trains beside it
-    key = _client_key(server.api_key, client)
-    return [
-        ProcessSpec(name="inference", command="inference", config=server, env=_placed(alone, ids), is_service=True),
-        ProcessSpec(name="eval", command="eval", config=runner, env=_placed(machine, ()) | key, owns_terminal=True),
-    ]
+    ids = tuple(range(min(len(machine.gpus), server.parallel.dp * server.parallel.tp)))
+    serving = plan_servers(server, client, machine, ids, num_trainers=0)
+    runner = config.model_copy(update={"client": serving.client})
+    env = placed(machine, ()) | _client_key(server.api_key, client)
+    return [*serving.specs, ProcessSpec(name="eval", command="eval", config=runner, env=env, owns_terminal=True)]
 
 
 def config_path(spec: ProcessSpec, output_dir: Path) -> Path:
@@ -95,8 +69,18 @@ def config_path(spec: ProcessSpec, output_dir: Path) -> Path:
     return RunPaths(output_dir).config(spec.name)
 
 
-def _gpu_ids(config: RLConfig, num_gpus: int) -> tuple[Sequence[int], Sequence[int]]:
+def _resolved(broadcast: WeightBroadcastConfig, num_gpus: int, *, over_nccl: bool) -> WeightBroadcastConfig:
+    """How weights reach the servers, with the number of their GPUs where they go over NCCL."""
+    if isinstance(broadcast, AutoBroadcastConfig):
+        broadcast = broadcast.resolved(over_nccl=over_nccl)
+    if isinstance(broadcast, NCCLBroadcastConfig) and "inference_world_size" not in broadcast.model_fields_set:
+        broadcast = broadcast.model_copy(update={"inference_world_size": max(num_gpus, 1)})
+    return broadcast
+
+
+def _gpu_ids(config: RLConfig, machine: Machine) -> tuple[Sequence[int], Sequence[int]]:
     """GPU ids of server and trainer; explicit ones must be visible, absent ones take what there is."""
+    num_gpus = len(machine.gpus)
     ids = {key: getattr(config, key) for key in ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")}
     for key, given in ids.items():
         missing = [gpu for gpu in given or () if gpu >= num_gpus]
@@ -123,18 +107,6 @@ def _first_gpus(config: RLConfig, num_gpus: int) -> Sequence[int]:
             "(CUDA_VISIBLE_DEVICES counts)"
         )
     return range(needed)
-
-
-def _placed(machine: Machine, gpu_ids: Sequence[int]) -> dict[str, str]:
-    """Environment of a process on these GPUs; on a CPU, server and trainer share the cores half and half."""
-    env = {
-        "CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[gpu] for gpu in gpu_ids),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if not machine.gpus:
-        env["OMP_NUM_THREADS"] = str(max(1, machine.num_cpus // 2))
-    return env
 
 
 def _client_key(api_key: str | None, client: ClientConfig) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from prime_rl.monitors.base import MetricsTail
+from prime_rl.monitors.events import EventTail
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.view.curve import svg_curve, text_curve
 
@@ -28,6 +29,7 @@ class RLConsole:
         self._out = Console(highlight=False, soft_wrap=True)
         self._trained = MetricsTail(paths.metrics("trainer"))
         self._batches = MetricsTail(paths.metrics("orchestrator"))
+        self._events = EventTail(paths.events)
         self._num_shown = 0
         self._started = self._last_word = time.monotonic()
 
@@ -39,8 +41,11 @@ class RLConsole:
             self._out.print("no \\[inference] section: no inference server is started, a running one is used")
 
     def tick(self) -> None:
-        """Print the steps that were completed since the last call, or, after a while of silence, what is waited for."""
+        """Print what happened since the last call, or, after a while of silence, what is waited for."""
         trained, batches = self._trained.read(), self._batches.read()
+        for event in self._events.read():
+            self._last_word = time.monotonic()
+            self._out.print(f"  {self._last_word - self._started:5.0f} s, {event}", style="yellow", markup=False)
         while self._num_shown < len(trained):
             row = trained[self._num_shown]
             batch = batches[self._num_shown] if self._num_shown < len(batches) else {}

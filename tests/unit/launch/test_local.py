@@ -16,7 +16,8 @@ from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.launch.local import find_server, named_machine, run_local, this_machine
-from prime_rl.launch.plan import ProcessSpec
+from prime_rl.launch.machine import ProcessSpec
+from prime_rl.monitors.events import EventTail
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -145,3 +146,32 @@ def test_configs_are_written_where_a_process_can_be_started_from_alone(tmp_path:
     with pytest.raises(ProcessFailed):
         run_local([ProcessSpec(name="trainer", command="trainer", config=config)], tmp_path)
     assert (tmp_path / "configs" / "trainer.toml").exists()
+
+
+def lives(name, seconds, code=0, *, command="other", is_service=False):
+    """A process that is not ours and ends after a while."""
+    argv = (sys.executable, "-c", f"import sys, time; time.sleep({seconds}); sys.exit({code})")
+    return ProcessSpec(name=name, command=command, argv=argv, is_service=is_service)
+
+
+def test_one_of_several_servers_may_die_and_that_is_told(tmp_path):
+    specs = [lives(f"inference-{i}", s, 3, command="inference", is_service=True) for i, s in enumerate((0.1, 60))]
+    run_local([*specs, lives("trainer", 1.5)], tmp_path)
+    (event,) = EventTail(tmp_path / "events.jsonl").read()
+    assert event == (
+        f"inference-0 ended with exit code 3; the run goes on with the others; see {tmp_path}/logs/inference-0.log"
+    )
+
+
+def test_the_last_server_may_not_die(tmp_path):
+    specs = [lives(f"inference-{i}", s, 3, command="inference", is_service=True) for i, s in enumerate((0.1, 1.0))]
+    with pytest.raises(ProcessFailed, match=r"^inference-\d ended with exit code 3"):
+        run_local([*specs, lives("trainer", 60)], tmp_path)
+
+
+def test_a_service_of_another_kind_is_no_substitute(tmp_path):
+    router = lives("router", 0.1, command="vllm-router", is_service=True)
+    with pytest.raises(ProcessFailed, match=r"^router ended before the run was complete"):
+        run_local(
+            [router, lives("inference", 60, command="inference", is_service=True), lives("trainer", 60)], tmp_path
+        )

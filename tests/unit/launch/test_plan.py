@@ -4,7 +4,8 @@ from prime_rl.config.evals import EvalConfig
 from prime_rl.config.load import load
 from prime_rl.config.roots import RLConfig
 from prime_rl.errors import ConfigError
-from prime_rl.launch.plan import Machine, plan_eval, plan_rl
+from prime_rl.launch.machine import Machine
+from prime_rl.launch.plan import plan_eval, plan_rl
 
 LAPTOP = Machine(gpus=(), num_cpus=8)
 
@@ -84,7 +85,138 @@ def test_without_a_look_at_the_machine_the_named_gpus_are_taken_to_be_there():
 
 
 def test_a_server_that_is_spread_over_gpus_takes_the_first_and_the_trainer_the_next():
-    specs = plan_rl(rl("--inference.parallel.tp", "2"), Machine(gpus=("4", "5", "6", "7"), num_cpus=8))
+    machine = Machine(gpus=("4", "5", "6", "7"), num_cpus=8, has_vllm=True)
+    specs = plan_rl(rl("--inference.parallel.tp", "2"), machine)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,5", "", "6"]
     with pytest.raises(ConfigError, match=r"dp x tp = 4 GPUs, but only 2"):
         plan_rl(rl("--inference.parallel.tp", "4"), Machine(gpus=("0", "1"), num_cpus=8))
+
+
+def servers(specs):
+    """Of the servers and the router: name, GPUs, and port."""
+    return [
+        (spec.name, spec.env["CUDA_VISIBLE_DEVICES"], spec.config.server.port if spec.config else spec.argv[4])
+        for spec in specs
+        if spec.is_service
+    ]
+
+
+def client(specs):
+    (orchestrator,) = [spec for spec in specs if spec.name == "orchestrator"]
+    return orchestrator.config.client
+
+
+def broadcasts(specs):
+    return [spec.config.weight_broadcast for spec in specs if spec.name in ("orchestrator", "trainer")]
+
+
+FOUR = Machine(gpus=("4", "5", "6", "7"), num_cpus=8)
+FOUR_VLLM = Machine(gpus=("4", "5", "6", "7"), num_cpus=8, has_vllm=True, router="/bin/vllm-router")
+
+
+def test_several_copies_in_the_embedded_engine_are_servers_of_their_own_which_the_orchestrator_knows():
+    specs = plan_rl(rl("--inference.parallel.dp", "2", "--inference.server.port", "8100"), LAPTOP)
+    assert servers(specs) == [("inference-0", "", 8100), ("inference-1", "", 8101)]
+    assert [spec.command for spec in specs] == ["inference", "inference", "orchestrator", "trainer"]
+    assert [spec.config.parallel.dp for spec in specs[:2]] == [1, 1]
+    assert client(specs).base_url == ("http://localhost:8100/v1", "http://localhost:8101/v1")
+    assert client(specs).admin_base_url is None
+    assert [spec.env["OMP_NUM_THREADS"] for spec in specs] == ["2", "2", "4", "4"]
+
+
+def test_each_of_several_embedded_servers_has_a_gpu_of_its_own():
+    specs = plan_rl(rl("--inference", "--inference-gpu-ids", "0,1,2", "--trainer-gpu-ids", "3"), FOUR)
+    assert servers(specs) == [("inference-0", "4", 8000), ("inference-1", "5", 8001), ("inference-2", "6", 8002)]
+
+
+def test_vllm_spreads_its_copies_itself_behind_one_address():
+    specs = plan_rl(rl("--inference", "--inference-gpu-ids", "0,1,2", "--trainer-gpu-ids", "3"), FOUR_VLLM)
+    assert servers(specs) == [("inference", "4,5,6", 8000)]
+    assert specs[0].config.parallel.dp == 3
+    assert client(specs).base_url == ("http://localhost:8000/v1",)
+
+
+@pytest.mark.parametrize(
+    ("backend", "machine", "expected"),
+    [
+        pytest.param("auto", FOUR_VLLM, 1, id="vLLM where it is installed and there are GPUs"),
+        pytest.param("auto", FOUR, 2, id="else the embedded engine"),
+        pytest.param("auto", Machine(gpus=(), num_cpus=8, has_vllm=True), 2, id="no GPUs"),
+        pytest.param("embedded", FOUR_VLLM, 2, id="embedded by name"),
+        pytest.param("vllm", LAPTOP, 1, id="vLLM by name"),
+    ],
+)
+def test_the_backend_that_will_serve_decides_how_copies_are_served(backend, machine, expected):
+    specs = plan_rl(rl("--inference.parallel.dp", "2", "--inference.backend", backend), machine)
+    assert len(servers(specs)) == expected
+
+
+def test_tensor_parallelism_without_vllm_is_refused_with_what_there_is_instead():
+    with pytest.raises(ConfigError, match=r"inference\.parallel\.tp = 2 needs vLLM.*inference\.parallel\.dp"):
+        plan_rl(rl("--inference.parallel.tp", "2"), FOUR)
+
+
+def test_servers_are_reached_where_the_client_says_the_first_is():
+    argv = ("--inference.parallel.dp", "2", "--orchestrator.client.base-url")
+    specs = plan_rl(rl(*argv, "http://10.0.0.5:8000/v1"), LAPTOP)
+    assert client(specs).base_url == ("http://10.0.0.5:8000/v1", "http://10.0.0.5:8001/v1")
+    specs = plan_rl(rl(*argv, "http://a:8000/v1,http://b:8001/v1"), LAPTOP)
+    assert client(specs).base_url == ("http://a:8000/v1", "http://b:8001/v1")
+    with pytest.raises(ConfigError, match="names 3 servers and 2 are started"):
+        plan_rl(rl(*argv, "http://a:8000/v1,http://a:8001/v1,http://a:8002/v1"), LAPTOP)
+
+
+def test_ports_end():
+    with pytest.raises(ConfigError, match="need ports up to 65536"):
+        plan_rl(rl("--inference.parallel.dp", "2", "--inference.server.port", "65535"), LAPTOP)
+
+
+def test_a_router_has_the_port_and_the_servers_those_after_it():
+    argv = ("--inference.router", "--inference.parallel.dp", "2", "--inference.backend", "embedded")
+    specs = plan_rl(rl(*argv), Machine(gpus=(), num_cpus=8, router="/bin/vllm-router"))
+    assert servers(specs) == [("inference-0", "", 8001), ("inference-1", "", 8002), ("router", "", "8000")]
+    assert specs[2].argv[:9] == (
+        "/bin/vllm-router", "--host", "127.0.0.1", "--port", "8000", "--worker-urls", "http://localhost:8001",
+        "http://localhost:8002", "--policy",
+    )  # fmt: skip
+    assert client(specs).base_url == ("http://localhost:8000/v1",)
+    assert client(specs).admin_base_url == ("http://localhost:8001/v1", "http://localhost:8002/v1")
+    with pytest.raises(ConfigError, match="pip install vllm-router"):
+        plan_rl(rl("--inference.router"), LAPTOP)
+
+
+AUTO = ("--inference", "--weight-broadcast.type", "auto")
+
+
+@pytest.mark.parametrize(
+    ("argv", "machine", "expected"),
+    [
+        pytest.param((), FOUR_VLLM, "nccl", id="vLLM beside the trainer"),
+        pytest.param((), FOUR, "filesystem", id="the embedded engine"),
+        pytest.param(("--trainer-gpu-ids", "0"), FOUR_VLLM, "filesystem", id="on one GPU"),
+        pytest.param((), LAPTOP, "filesystem", id="no GPUs"),
+    ],
+)
+def test_weights_go_over_nccl_where_they_can(argv, machine, expected):
+    specs = plan_rl(rl(*AUTO, *argv), machine)
+    assert [broadcast.type for broadcast in broadcasts(specs)] == [expected, expected]
+
+
+def test_the_group_that_weights_are_sent_to_has_the_gpus_of_the_servers():
+    specs = plan_rl(rl(*AUTO, "--inference-gpu-ids", "0,1,2", "--trainer-gpu-ids", "3"), FOUR_VLLM)
+    assert [broadcast.inference_world_size for broadcast in broadcasts(specs)] == [3, 3]
+    specs = plan_rl(rl("--inference.parallel.tp", "2", "--weight-broadcast.type", "nccl"), FOUR_VLLM)
+    assert [broadcast.inference_world_size for broadcast in broadcasts(specs)] == [2, 2]
+
+
+def test_without_a_server_to_start_weights_are_files():
+    specs = plan_rl(rl("--weight-broadcast.type", "auto"), FOUR_VLLM)
+    assert [broadcast.type for broadcast in broadcasts(specs)] == ["filesystem", "filesystem"]
+
+
+def test_an_evaluation_has_as_many_servers_as_it_asks_for():
+    config = load(EvalConfig, ["--model.name", "tiny", "--inference.parallel.dp", "2"], {})
+    specs = plan_eval(config, LAPTOP)
+    assert servers(specs) == [("inference-0", "", 8000), ("inference-1", "", 8001)]
+    assert specs[2].config.client.base_url == ("http://localhost:8000/v1", "http://localhost:8001/v1")
+    assert specs[0].env["OMP_NUM_THREADS"] == "4"

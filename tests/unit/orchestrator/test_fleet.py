@@ -204,7 +204,7 @@ def test_whatever_happens_to_servers_no_rollout_is_lost_counted_twice_or_stale(s
         for _, dispatched, versions in batch:
             assert min(versions) >= dispatched
             assert step - min(versions) <= bound
-    assert run.num_blows >= 15, "there was something to survive"
+    assert run.num_blows >= 5, "there was something to survive"
 
 
 def test_work_is_shared_and_a_group_stays_together():

@@ -1,0 +1,52 @@
+"""What a plan is made of: processes, and the machine that they are placed on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process of a run.
+
+    Example: ProcessSpec(name="trainer", command="trainer", config=trainer, env={"CUDA_VISIBLE_DEVICES": "1"})
+    """
+
+    name: str
+    command: str
+    """The `prime-rl` command that it runs on its resolved configuration, or the name of somebody else's (`argv`)."""
+    config: BaseModel | None = None
+    argv: tuple[str, ...] = ()
+    """The words of a command that is not ours."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the launcher."""
+    is_service: bool = False
+    """Runs until the others are done, and is then stopped; the others end by themselves."""
+    owns_terminal: bool = False
+    """Writes to the terminal instead of its log file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the plan must know of the machine."""
+
+    gpus: tuple[str, ...]
+    """Visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    num_cpus: int
+    has_vllm: bool = False
+    """Whether vLLM is installed."""
+    router: str | None = None
+    """The vllm-router command, where it is installed."""
+
+
+def placed(machine: Machine, gpu_ids: Sequence[int], *, num_shares: int = 2) -> dict[str, str]:
+    """Environment of a process on these GPUs; on a CPU, it gets one of `num_shares` equal shares of the cores."""
+    env = {
+        "CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[gpu] for gpu in gpu_ids),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not machine.gpus:
+        env["OMP_NUM_THREADS"] = str(max(1, machine.num_cpus // num_shares))
+    return env

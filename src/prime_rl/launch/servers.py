@@ -1,0 +1,105 @@
+"""The plan of the inference servers of a run: which processes serve, where they listen, and how they are reached.
+
+    backend     parallel.dp = n         GPUs                         reached at
+    embedded    n servers, one each     one each, or shared cores    port .. port + n - 1
+    vllm        one server, its own n   all of them                  port
+
+With `inference.router`, vllm-router listens at the port and the servers on the ports after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit, urlunsplit
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.shared import ClientConfig
+from prime_rl.errors import ConfigError
+from prime_rl.launch.machine import Machine, ProcessSpec, placed
+
+MAX_PORT = 65535
+ROUTER = "vllm-router"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The servers' processes, and the client that reaches them."""
+
+    client: ClientConfig
+    is_vllm: bool
+    specs: list[ProcessSpec] = field(default_factory=list)
+
+
+def uses_vllm(config: InferenceConfig, machine: Machine, gpu_ids: Sequence[int]) -> bool:
+    """Which backend `inference` will choose on its GPUs."""
+    if config.backend == "auto":
+        return machine.has_vllm and config.device != "cpu" and bool(gpu_ids)
+    return config.backend == "vllm"
+
+
+def plan_servers(
+    config: InferenceConfig, client: ClientConfig, machine: Machine, gpu_ids: Sequence[int], *, num_trainers: int = 1
+) -> Serving:
+    """The processes that serve with `config` on these GPUs.
+
+    `num_trainers`: processes that need cores of a machine without GPUs beside them.
+    Raises: ConfigError where the embedded engine cannot be spread so, ports end, or there is no router.
+    """
+    is_vllm = uses_vllm(config, machine, gpu_ids)
+    if not is_vllm and config.parallel.tp > 1:
+        raise ConfigError(
+            f"inference.parallel.tp = {config.parallel.tp} needs vLLM, and the embedded engine would serve; set "
+            "inference.parallel.tp to 1 (inference.parallel.dp starts several servers)"
+        )
+    number = 1 if is_vllm else config.parallel.dp
+    first_port = config.server.port + config.router
+    if first_port + number - 1 > MAX_PORT:
+        raise ConfigError(
+            f"{number} servers need ports up to {first_port + number - 1}; set inference.server.port lower"
+        )
+    specs = []
+    for index in range(number):
+        one = config.model_copy(update={"server": config.server.model_copy(update={"port": first_port + index})})
+        if number > 1:
+            one = one.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": 1})})
+        ids = gpu_ids if number == 1 else gpu_ids[index : index + 1]
+        env = placed(machine, ids, num_shares=number * (1 + num_trainers))
+        name = "inference" if number == 1 else f"inference-{index}"
+        specs.append(ProcessSpec(name=name, command="inference", config=one, env=env, is_service=True))
+    addresses = _addresses(client, config, first_port, number)
+    if not config.router:
+        return Serving(specs=specs, client=client.model_copy(update={"base_url": addresses}), is_vllm=is_vllm)
+    specs.append(_router(config, machine, addresses))
+    behind = client.model_copy(update={"admin_base_url": addresses})
+    return Serving(specs=specs, client=behind, is_vllm=is_vllm)
+
+
+def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, number: int) -> tuple[str, ...]:
+    """Addresses of the servers, as the client spells the first: with its host."""
+    given = client.base_url
+    if len(given) > 1 and not config.router:
+        if len(given) == number:
+            return given
+        raise ConfigError(
+            f"orchestrator.client.base_url names {len(given)} servers and {number} are started; leave it out, or name "
+            "the first"
+        )
+    parts = urlsplit(given[0])
+    host = parts.netloc.rpartition(":")[0] if parts.port else parts.netloc
+    return tuple(urlunsplit(parts._replace(netloc=f"{host}:{first_port + index}")) for index in range(number))
+
+
+def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str]) -> ProcessSpec:
+    """vllm-router before the servers; turns of a conversation go to the same one (`X-Session-ID`).
+
+    It has no key of its own: it passes on the client's, and listens on loopback unless a host is given.
+    """
+    if machine.router is None:
+        raise ConfigError(
+            "inference.router needs vllm-router, which is not installed: pip install vllm-router, or leave the router "
+            "out (the orchestrator spreads rollouts over several servers itself)"
+        )
+    roots = [address.removesuffix("/v1") for address in addresses]
+    argv = [machine.router, "--host", config.server.host or "127.0.0.1", "--port", str(config.server.port)]
+    argv += ["--worker-urls", *roots, "--policy", "consistent_hash", "--worker-startup-check-interval", "1"]
+    argv += ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--log-level", "warning"]
+    return ProcessSpec(name="router", command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)
