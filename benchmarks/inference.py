@@ -96,10 +96,11 @@ def _cpu_info() -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def has_gpu() -> bool:
-    """Whether sides are to compute on a GPU."""
-    listed = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
-    return bool(listed and b"GPU " in listed.stdout)
+def num_gpus() -> int:
+    """NVIDIA GPUs of this machine; where there are any, sides compute on the first."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
 
 
 def parse() -> argparse.Namespace:
@@ -127,7 +128,7 @@ def parse() -> argparse.Namespace:
 
 def settings(args: argparse.Namespace, directory: Path) -> dict[str, Setting]:
     """One for each dtype."""
-    device = args.device or ("cuda" if has_gpu() else "cpu")
+    device = args.device or ("cuda" if num_gpus() else "cpu")
     work = Workload(
         requests=args.requests,
         concurrency=args.concurrency,

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 from http_load import READY, Answer, Connection, Workload, generate_body
-from inference import has_gpu, machine
+from inference import machine, num_gpus
 from models import DTYPES, SHAPES, make_model
 from sides import RUN_TIMEOUT_S, START_TIMEOUT_S, Server, Setting
 
@@ -229,10 +229,9 @@ async def wait_seen(probe: Probe, version: int, looking: "asyncio.Task[None]") -
 async def measure(server: Server, setting: Setting, via: str, args: argparse.Namespace) -> tuple[list[Update], str]:
     """A few updates under load, and a line about the load."""
     output_dir, port = setting.logs / f"run-{via}", args.port
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(args.gpus)))).split(",")
     spec = {"via": via, "port": port, "device": setting.device, "dtype": setting.dtype}
     spec |= {"model_dir": str(setting.model_dir), "output_dir": str(output_dir)}
-    publisher = await asyncio.to_thread(Publisher, spec, gpus[-1])
+    publisher = await asyncio.to_thread(Publisher, spec, str(max(0, num_gpus() - 1)))
     probe = Probe(server, setting.work.vocab)
     seconds = (args.updates + 2) * 2 * SETTLE_S
     try:
@@ -308,7 +307,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 on a GPU")
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--port", type=int, default=29611, help="where NCCL's group meets")
-    parser.add_argument("--gpus", type=int, default=2, help="GPUs of the machine; the publisher takes the last")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--publisher", type=json.loads, help=argparse.SUPPRESS)
@@ -320,7 +318,7 @@ def main() -> None:
     if args.publisher:
         publish_on_demand(args.publisher)
         return
-    device = "cuda" if has_gpu() else "cpu"
+    device = "cuda" if num_gpus() else "cpu"
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
     print(f"python {' '.join(sys.argv)}\n{machine()}")
     with tempfile.TemporaryDirectory() as name:
