@@ -22,12 +22,18 @@ from prime_rl.errors import ConfigError
 RESULTS = ("rollouts", "weights", "checkpoints", "evals")
 """What a run cannot do without."""
 
+SAID_DURING_A_RUN = (
+    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK")),
+    "events.jsonl",
+)
+"""What only the processes of one run say to each other and to the console: another run would take it for its own."""
+
 MADE_BY_A_RUN = (
     *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*")),
     *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
-    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK")),
+    *SAID_DURING_A_RUN,
     *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
-    *("logs/*.log", "logs/envs/*.log", "reward.svg", "events.jsonl"),
+    *("logs/*.log", "logs/envs/*.log", "reward.svg"),
 )
 """All that is ever deleted: patterns of the files and directories that a run makes."""
 
@@ -102,12 +108,14 @@ def check_run_dir(output_dir: Path, *, clean: bool) -> None:
 
 def claim_run_dir(output_dir: Path, *, clean: bool) -> None:
     """Make the run directory ours: refuse one that holds results, or with `clean` delete what a run has made there.
+    What a run that had no results left of its talk goes in any case.
 
     Nothing else is ever deleted: not other files in the same directories, and of a link the link alone.
     Raises: ConfigError.
     """
     check_run_dir(output_dir, clean=clean)
-    found = [entry for pattern in MADE_BY_A_RUN for entry in output_dir.glob(pattern)] if clean else []
+    patterns = MADE_BY_A_RUN if clean else SAID_DURING_A_RUN
+    found = [entry for pattern in patterns for entry in output_dir.glob(pattern)]
     made = {_link_above(entry, output_dir) or entry for entry in found}
     for entry in made:
         if entry.is_dir() and not entry.is_symlink():

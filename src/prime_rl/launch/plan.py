@@ -13,7 +13,7 @@ from prime_rl.config.roots import RLConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
 from prime_rl.launch.machine import Machine, ProcessSpec, placed
-from prime_rl.launch.servers import Serving, plan_servers
+from prime_rl.launch.servers import Serving, plan_servers, uses_vllm
 from prime_rl.paths import RunPaths
 
 SHARED_GPU_UTILIZATION = 0.4
@@ -30,14 +30,18 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
         gpus = tuple(map(str, range(max(named, default=-1) + 1)))
         machine = Machine(gpus=gpus, num_cpus=1, has_vllm=True, router="vllm-router")
     inference_ids, trainer_ids = _gpu_ids(config, machine)
-    serving = Serving(client=config.orchestrator.client, is_vllm=False)
+    is_apart = bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
+    over_nccl = is_apart and config.inference is not None and uses_vllm(config.inference, machine, inference_ids)
+    serving = Serving(client=config.orchestrator.client)
     if config.inference is not None:
         server = config.inference
         if set(inference_ids) & set(trainer_ids):  # the trainer on the same GPU needs memory too
             share = min(server.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
             server = server.model_copy(update={"gpu_memory_utilization": share})
+        kind = _resolved(config.trainer.weight_broadcast, 1, over_nccl=over_nccl).type
+        told = server.weight_broadcast.model_copy(update={"type": kind})
+        server = server.model_copy(update={"weight_broadcast": told})
         serving = plan_servers(server, config.orchestrator.client, machine, inference_ids)
-    over_nccl = serving.is_vllm and bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
     broadcasts = {
         name: {"weight_broadcast": _resolved(component.weight_broadcast, len(inference_ids), over_nccl=over_nccl)}
         for name, component in (("trainer", config.trainer), ("orchestrator", config.orchestrator))

@@ -25,7 +25,6 @@ class Serving:
     """The servers' processes, and the client that reaches them."""
 
     client: ClientConfig
-    is_vllm: bool
     specs: list[ProcessSpec] = field(default_factory=list)
 
 
@@ -67,10 +66,10 @@ def plan_servers(
         specs.append(ProcessSpec(name=name, command="inference", config=one, env=env, is_service=True))
     addresses = _addresses(client, config, first_port, number)
     if not config.router:
-        return Serving(specs=specs, client=client.model_copy(update={"base_url": addresses}), is_vllm=is_vllm)
+        return Serving(specs=specs, client=client.model_copy(update={"base_url": addresses}))
     specs.append(_router(config, machine, addresses))
     behind = client.model_copy(update={"admin_base_url": addresses})
-    return Serving(specs=specs, client=behind, is_vllm=is_vllm)
+    return Serving(specs=specs, client=behind)
 
 
 def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, number: int) -> tuple[str, ...]:

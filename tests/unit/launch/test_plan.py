@@ -107,7 +107,10 @@ def client(specs):
 
 
 def broadcasts(specs):
-    return [spec.config.weight_broadcast for spec in specs if spec.name in ("orchestrator", "trainer")]
+    told = {spec.config.weight_broadcast.type for spec in specs if spec.command == "inference"}
+    found = [spec.config.weight_broadcast for spec in specs if spec.name in ("orchestrator", "trainer")]
+    assert not told or told == {broadcast.type for broadcast in found}, "the servers are told the same"
+    return found
 
 
 FOUR = Machine(gpus=("4", "5", "6", "7"), num_cpus=8)

@@ -1,4 +1,5 @@
 from prime_rl.monitors.base import JsonlMonitor
+from prime_rl.monitors.events import EventLog
 from prime_rl.paths import RunPaths
 from prime_rl.view.console import RLConsole
 
@@ -36,3 +37,17 @@ def test_a_step_is_shown_once_with_the_numbers_of_both_processes(tmp_path, capsy
     assert paths.reward_curve.read_text().startswith("<svg")
     orchestrator.close()
     trainer.close()
+
+
+def test_what_happened_to_a_server_is_told_once(tmp_path, capsys):
+    paths = RunPaths(tmp_path)
+    console = RLConsole(paths, max_steps=2, has_server=True)
+    with EventLog.opened(paths.events) as log:
+        log.write("inference server http://[::1]:8001/v1 is lost: no answer; 1 of 2 are up")
+        console.tick()
+        log.write("inference server http://[::1]:8001/v1 is up")
+        console.tick()
+    assert capsys.readouterr().out == (
+        "      0 s, inference server http://[::1]:8001/v1 is lost: no answer; 1 of 2 are up\n"
+        "      0 s, inference server http://[::1]:8001/v1 is up\n"
+    )

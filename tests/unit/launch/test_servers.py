@@ -1,0 +1,29 @@
+"""`plan_servers` itself is tested with the plans that it is part of (`test_plan`)."""
+
+import pytest
+
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.launch.machine import Machine, placed
+from prime_rl.launch.servers import uses_vllm
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_vllm", "gpu_ids", "expected"),
+    [
+        ({}, True, (0,), True),
+        ({}, False, (0,), False),
+        ({}, True, (), False),
+        ({"device": "cpu"}, True, (0,), False),
+        ({"backend": "vllm"}, False, (), True),
+        ({"backend": "embedded"}, True, (0,), False),
+    ],
+)
+def test_the_plan_knows_which_backend_will_serve(fields, has_vllm, gpu_ids, expected):
+    machine = Machine(gpus=("0",), num_cpus=4, has_vllm=has_vllm)
+    assert uses_vllm(InferenceConfig(**fields), machine, gpu_ids) is expected
+
+
+def test_cores_are_shared_only_where_there_are_no_gpus():
+    assert placed(Machine(gpus=(), num_cpus=9), (), num_shares=3)["OMP_NUM_THREADS"] == "3"
+    assert placed(Machine(gpus=(), num_cpus=1), (), num_shares=3)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in placed(Machine(gpus=("0",), num_cpus=9), (0,))
