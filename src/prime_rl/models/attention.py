@@ -1,8 +1,8 @@
 """Causal attention of many sequences in one row of tokens, behind one call.
 
-`PackedAttention` is for training: whole sequences, differentiable. `PagedAttention` is for the engine: it writes keys
-and values to a block cache and attends to what lies there. Both take the rotated queries and keys of all tokens of a
-step and return the mixed values.
+`PackedAttention` is for training: whole sequences, differentiable. `PagedAttention` is for the engine on a CPU: it
+writes keys and values to a block cache and attends to what lies there (on a GPU: `gpu_attention`). Both take the
+rotated queries and keys of all tokens of a step and return the mixed values.
 
 Shape suffixes: T tokens of the row, S sequences, L padded query length, C padded context length, H query heads,
 K key/value heads, D head size, N blocks, B positions of a block.
@@ -110,7 +110,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCache:
-    """Keys and values of all layers in blocks. Keys lie transposed, so that 16 positions make one vector."""
+    """Keys and values of all layers in blocks, on the CPU. Keys lie transposed: 16 positions make one vector."""
 
     keys: Tensor
     """[layers, N, K, D, B]"""
@@ -118,15 +118,11 @@ class PagedCache:
     """[layers, N, K, B, D]"""
 
     @classmethod
-    def allocate(
-        cls, shape: tuple[int, int, int, int], block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> "PagedCache":
-        """A zeroed cache; `shape` is (layers, N, K, D). On the CPU memory is taken as it is used."""
+    def allocate(cls, shape: tuple[int, int, int, int], block_size: int, dtype: torch.dtype) -> "PagedCache":
+        """A zeroed cache; `shape` is (layers, N, K, D). Memory is taken as it is used."""
         layers, num_blocks, kv_heads, head_dim = shape
 
         def zeros(*sizes: int) -> Tensor:
-            if device.type != "cpu":
-                return torch.zeros(sizes, dtype=dtype, device=device)
             # numpy's zeros come from the operating system untouched; torch's would be written, page by page.
             return torch.from_numpy(np.zeros(sizes, dtype=f"u{dtype.itemsize}")).view(dtype)
 
@@ -168,15 +164,14 @@ class PagedAttention:
     """
 
     def __init__(self, cache: PagedCache, step: PagedStep) -> None:
-        device = cache.keys.device
         self.cache = cache
         size = cache.block_size
         owner_T = np.repeat(np.arange(len(step.lengths)), step.lengths)
         blocks_T = step.tables[owner_T, step.positions // size]
-        self._blocks_T = torch.from_numpy(blocks_T.astype(np.int64)).to(device)
-        self._offsets_T = torch.from_numpy((step.positions % size).astype(np.int64)).to(device)
+        self._blocks_T = torch.from_numpy(blocks_T.astype(np.int64))
+        self._offsets_T = torch.from_numpy((step.positions % size).astype(np.int64))
         groups = group_step(step.lengths.tolist(), step.contexts.tolist())
-        self._groups = [_PagedGroup(members, step, size, device) for members in groups]
+        self._groups = [_PagedGroup(members, step, size) for members in groups]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -191,7 +186,7 @@ class PagedAttention:
 class _PagedGroup:
     """Sequences of similar length and context, padded to [S, L] queries and [S, C] positions of context."""
 
-    def __init__(self, members: list[int], step: PagedStep, block_size: int, device: torch.device) -> None:
+    def __init__(self, members: list[int], step: PagedStep, block_size: int) -> None:
         lengths, contexts = step.lengths[members], step.contexts[members]
         starts = (np.cumsum(step.lengths) - step.lengths)[members]
         width, num_blocks = int(lengths.max()), -(-int(contexts.max()) // block_size)
@@ -206,11 +201,11 @@ class _PagedGroup:
         tables_SN = np.where(own, step.tables[members, :num_blocks], step.tables[members, :1])
 
         self._shape = tokens_SL.shape
-        self._gather = torch.from_numpy(tokens_SL.astype(np.int64).reshape(-1)).to(device)
-        self._places = torch.from_numpy(np.flatnonzero(real_SL)).to(device)
-        self._tokens = torch.from_numpy(tokens_SL[real_SL].astype(np.int64)).to(device)
-        self._mask = torch.from_numpy(mask_SLC).to(device)[:, None]
-        self._tables = torch.from_numpy(tables_SN.astype(np.int64)).to(device)
+        self._gather = torch.from_numpy(tokens_SL.astype(np.int64).reshape(-1))
+        self._places = torch.from_numpy(np.flatnonzero(real_SL))
+        self._tokens = torch.from_numpy(tokens_SL[real_SL].astype(np.int64))
+        self._mask = torch.from_numpy(mask_SLC)[:, None]
+        self._tables = torch.from_numpy(tables_SN.astype(np.int64))
 
     def attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, out_THD: Tensor) -> None:
         """Write the outputs of this group's tokens to their places of `out_THD`."""

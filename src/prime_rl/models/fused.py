@@ -109,12 +109,12 @@ class _Product:
     def __init__(self, linears: list[nn.Linear]) -> None:
         # Inputs by outputs: the layout that multiplies fastest.
         self._weight_XY = torch.cat([linear.weight.detach() for linear in linears]).T.contiguous()
-        _make_views([linear.weight for linear in linears], self._weight_XY.T)
+        make_views([linear.weight for linear in linears], self._weight_XY.T)
         self._bias_Y: Tensor | None = None
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if biases:
             self._bias_Y = torch.cat([bias.detach() for bias in biases])
-            _make_views(biases, self._bias_Y)
+            make_views(biases, self._bias_Y)
 
     def __call__(self, x_TX: Tensor, out_TY: Tensor) -> Tensor:
         """Write the product to `out_TY` and return it."""
@@ -128,7 +128,7 @@ class _Product:
         return out_TY
 
 
-def _make_views(parameters: Sequence[Tensor], joined: Tensor) -> None:
+def make_views(parameters: Sequence[Tensor], joined: Tensor) -> None:
     """Let each parameter be its part of `joined`, which holds them one after the other."""
     for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = part

@@ -86,7 +86,7 @@ def test_paged_attention_in_pieces_equals_packed_attention_of_the_whole(plan: li
     starts = np.cumsum([0, *seq_lens])
     max_blocks = -(-max(seq_lens) // block_size)
     num_blocks = max_blocks * len(plan)
-    cache = PagedCache.allocate((2, num_blocks, KV_HEADS, DIM), block_size, torch.float32, torch.device("cpu"))
+    cache = PagedCache.allocate((2, num_blocks, KV_HEADS, DIM), block_size, torch.float32)
     order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(len(plan), max_blocks)
     done = [0] * len(plan)
     for number in range(max(len(pieces) for pieces in plan)):

@@ -65,7 +65,7 @@ def test_attention_and_what_it_writes_equal_the_torch_path(
     num_blocks = max_blocks * len(lengths)
     caches = []
     for _ in range(2):
-        cache = PagedCache.allocate((1, num_blocks, kv_heads, dim), block_size, dtype, torch.device("cpu"))
+        cache = PagedCache.allocate((1, num_blocks, kv_heads, dim), block_size, dtype)
         cache.keys.copy_(random(*cache.keys.shape, seed=1))
         cache.values.copy_(random(*cache.values.shape, seed=2))
         caches.append(cache)
@@ -104,7 +104,7 @@ def config(**change: Any) -> DecoderConfig:
 def paged(decoder: Decoder | FusedDecoder, attend: Any) -> torch.Tensor:
     """Logits of two sequences prefilled together, then one token of each."""
     shape = decoder.config if isinstance(decoder, Decoder) else decoder.decoder.config
-    cache = PagedCache.allocate((3, 8, shape.num_kv_heads, 16), 16, torch.float32, torch.device("cpu"))
+    cache = PagedCache.allocate((3, 8, shape.num_kv_heads, 16), 16, torch.float32)
     ids = torch.arange(40) % 50
     tables = np.array([[3, 1, 7], [0, 5, 2]], dtype=np.int32)
     outs = []

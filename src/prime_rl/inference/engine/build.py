@@ -1,16 +1,20 @@
 """From configuration to a running engine: model, cache size, scheduler."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import torch
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError
 from prime_rl.inference.engine.cache import BlockCache
 from prime_rl.inference.engine.engine import Engine
-from prime_rl.inference.engine.runner import CpuRunner
+from prime_rl.inference.engine.gpu_memory import cache_bytes, explained, limit_memory
+from prime_rl.inference.engine.runner import CpuRunner, Runner
 from prime_rl.inference.engine.scheduler import Scheduler
 from prime_rl.logs import get_logger
 from prime_rl.models.attention import PagedCache
-from prime_rl.models.decoder import DecoderConfig
+from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import eos_token_ids, load_decoder, resolve_model
 from prime_rl.models.native import has_bfloat16_arithmetic, load_kernels
 
@@ -29,19 +33,8 @@ def build_engine(config: InferenceConfig) -> Engine:
     device = _device(config.device)
     dtype = _dtype(config.model.dtype, device)
     directory = resolve_model(config.model.name)
-    decoder = load_decoder(str(directory), device=device, dtype=_compute_dtype(dtype, device), seed=config.seed)
-    decoder.eval().requires_grad_(False)
-    shape = decoder.config
-    num_blocks, max_model_len = _cache_size(config, shape, dtype, device, _max_model_len(config, shape))
-    runner = CpuRunner(
-        decoder,
-        PagedCache.allocate(
-            (shape.num_layers, num_blocks, shape.num_kv_heads, shape.head_dim), config.block_size, dtype, device
-        ),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        kernels=load_kernels() if device.type == "cpu" else None,
-    )
+    build = _cpu_runner if device.type == "cpu" else _gpu_runner
+    runner, num_blocks, max_model_len = build(config, directory, dtype, device)
     scheduler = Scheduler(
         BlockCache(num_blocks, config.block_size, sharing=config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -58,6 +51,64 @@ def build_engine(config: InferenceConfig) -> Engine:
         max_model_len,
     )
     return Engine(runner, scheduler, eos_token_ids=eos_token_ids(directory), seed=config.seed)
+
+
+def _cpu_runner(
+    config: InferenceConfig, directory: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Runner, int, int]:
+    """The runner, the number of its blocks, and the longest request."""
+    decoder = _decoder(config, directory, _compute_dtype(dtype, device), device)
+    shape = decoder.config
+    max_model_len = _max_model_len(config, shape)
+    num_blocks, max_model_len = _cache_size(config, shape, dtype, CPU_CACHE_GIB * GIB, max_model_len)
+    runner = CpuRunner(
+        decoder,
+        PagedCache.allocate(
+            (shape.num_layers, num_blocks, shape.num_kv_heads, shape.head_dim), config.block_size, dtype
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        kernels=load_kernels(),
+    )
+    return runner, num_blocks, max_model_len
+
+
+def _gpu_runner(
+    config: InferenceConfig, directory: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Runner, int, int]:
+    """Likewise. The cache takes what is left once everything else is in place."""
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "inference.device is cuda, and Triton, in which the engine's kernels are written, is not installed here; "
+            "install it (PyTorch for CUDA on Linux brings it), or set inference.backend to 'vllm' or device to 'cpu'"
+        )
+    from prime_rl.inference.engine.gpu_runner import GpuRunner  # noqa: PLC0415 (Triton is only where a GPU is)
+    from prime_rl.models.gpu_attention import GpuCache  # noqa: PLC0415
+
+    utilization = config.gpu_memory_utilization
+    allocator = limit_memory(device, utilization)
+    with explained("loading the model"):
+        decoder = _decoder(config, directory, dtype, device)
+        shape = decoder.config
+        max_model_len = _max_model_len(config, shape)
+        runner = GpuRunner(
+            decoder,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+    budget = cache_bytes(device, allocator, utilization)
+    num_blocks, max_model_len = _cache_size(config, shape, dtype, budget, max_model_len)
+    sizes = (shape.num_layers, num_blocks + 1, shape.num_kv_heads, config.block_size, shape.head_dim)  # one is scratch
+    with explained("allocating the KV cache and capturing CUDA graphs"):
+        runner.attach(GpuCache.allocate(sizes, dtype, device), eager=config.model.enforce_eager)
+    return runner, num_blocks, max_model_len
+
+
+def _decoder(config: InferenceConfig, directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    decoder = load_decoder(str(directory), device=device, dtype=dtype, seed=config.seed)
+    return decoder.eval().requires_grad_(False)
 
 
 def _device(name: str) -> torch.device:
@@ -98,15 +149,11 @@ def _max_model_len(config: InferenceConfig, shape: DecoderConfig) -> int:
 
 
 def _cache_size(
-    config: InferenceConfig, shape: DecoderConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: InferenceConfig, shape: DecoderConfig, dtype: torch.dtype, budget: float, max_model_len: int
 ) -> tuple[int, int]:
-    """Number of blocks, and the longest request that they can hold."""
+    """Number of blocks, and the longest request that they can hold, in `budget` bytes where the user chose no size."""
     if config.kv_cache_memory_gb is not None:
         budget = config.kv_cache_memory_gb * GIB
-    elif device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * config.gpu_memory_utilization
-    else:
-        budget = CPU_CACHE_GIB * GIB
     block_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * config.block_size * dtype.itemsize
     wanted = config.max_num_seqs * -(-max_model_len // config.block_size)  # more could never be used but for sharing
     num_blocks = min(int(budget // block_bytes), wanted)

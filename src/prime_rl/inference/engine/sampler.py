@@ -50,12 +50,12 @@ class Sampler:
         """`kernels`: for logits on the CPU; they draw in one pass where no row asks for more than a temperature."""
         self.device = device
         self.kernels = kernels
-        self._plan = _Plan([], device)
+        self._plan = Plan([], device)
 
     def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
         """One token for each sequence; `logits_SV` may be overwritten. FloatingPointError when they are not finite."""
         if self._plan.sequences != sequences:
-            self._plan = _Plan(list(sequences), self.device)
+            self._plan = Plan(list(sequences), self.device)
         plan = self._plan
         indices = np.fromiter((s.num_generated for s in sequences), np.uint64, len(sequences))
         draws_S = torch.from_numpy(uniform(plan.seeds, indices)).to(self.device)
@@ -66,11 +66,9 @@ class Sampler:
             self.kernels.sample(logits_SV, plan.inverse_temperatures_S, draws_S, ids_S, chosen_S)
         else:
             logprobs_SV = plan.logprobs(logits_SV)
-            ids_S = draw(logprobs_SV, draws_S)
-            if plan.greedy_S is not None:
-                ids_S = torch.where(plan.greedy_S, logprobs_SV.argmax(-1), ids_S)
-            chosen_S = logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
-            top_logprobs = plan.top_logprobs(logprobs_SV)
+            ids_S, chosen_S = plan.draw(logprobs_SV, draws_S)
+            if plan.wants_top:
+                top_logprobs = plan.top_logprobs(*plan.top_tokens(logprobs_SV))
         return Sampled(
             token_ids=ids_S.tolist(),
             logprobs=chosen_S.tolist(),
@@ -100,7 +98,7 @@ def draw(logprobs_SV: Tensor, draws_S: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_SV, targets_S1, right=True)[:, 0].clamp_(max=logprobs_SV.shape[-1] - 1)
 
 
-class _Plan:
+class Plan:
     """Sampling parameters of a set of sequences as tensors; None where no sequence uses them."""
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
@@ -140,13 +138,21 @@ class _Plan:
             logits_SV[self.filtered] = _filter(logits_SV[self.filtered], *self.filters)
         return logits_SV.log_softmax(-1)
 
-    def top_logprobs(self, logprobs_SV: Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
-        """Most likely tokens of the rows that asked, most likely first, without impossible ones."""
-        if not self.wants_top:
-            return {}
-        rows = [row for row, _ in self.wants_top]
+    def draw(self, logprobs_SV: Tensor, draws_S: Tensor) -> tuple[Tensor, Tensor]:
+        """A token of each row, int64, and its logprob; the likeliest one where the row is greedy."""
+        ids_S = draw(logprobs_SV, draws_S)
+        if self.greedy_S is not None:
+            ids_S = torch.where(self.greedy_S, logprobs_SV.argmax(-1), ids_S)
+        return ids_S, logprobs_SV.gather(-1, ids_S[:, None])[:, 0]
+
+    def top_tokens(self, logprobs_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprobs and ids of the most likely tokens of the rows that asked, as many as any of them wants."""
         most = min(max(count for _, count in self.wants_top), logprobs_SV.shape[-1])
-        values, ids = logprobs_SV[rows].topk(most, dim=-1)
+        values, ids = logprobs_SV[[row for row, _ in self.wants_top]].topk(most, dim=-1)
+        return values, ids
+
+    def top_logprobs(self, values: Tensor, ids: Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
+        """What `top_tokens` returned, by row: most likely first, without impossible ones."""
         tops = {}
         for (row, count), row_ids, row_values in zip(self.wants_top, ids.tolist(), values.tolist(), strict=True):
             pairs = zip(row_ids[:count], row_values[:count], strict=True)

@@ -64,14 +64,14 @@ async def test_a_small_cache_limits_requests_whose_length_nobody_chose(tmp_path:
         build_engine(config(tmp_path, model={"max_model_len": 50}, **fields))
 
 
-@pytest.mark.parametrize(("share", "num_blocks"), [(0.5, 50), (0.25, 25)])
-def test_a_gpus_cache_takes_its_share(share: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_takes_what_is_left_for_it() -> None:
     block_bytes = 2 * 2 * 8 * 16 * 4
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100 * block_bytes, 200 * block_bytes))
-    of_gpu = InferenceConfig(gpu_memory_utilization=share)
     shape = DecoderConfig.from_hf(CONFIG)
-    found = _cache_size(of_gpu, shape, torch.float32, torch.device("cuda"), max_model_len=64)
-    assert found == (num_blocks, 64)
+    found = [
+        _cache_size(InferenceConfig(), shape, torch.float32, share * 100 * block_bytes, max_model_len=64)
+        for share in (0.5, 0.25)
+    ]
+    assert found == [(50, 64), (25, 64)]
 
 
 @pytest.mark.parametrize(
