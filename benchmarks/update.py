@@ -231,7 +231,7 @@ async def measure(server: Server, setting: Setting, via: str, args: argparse.Nam
     output_dir, port = setting.logs / f"run-{via}", args.port
     spec = {"via": via, "port": port, "device": setting.device, "dtype": setting.dtype}
     spec |= {"model_dir": str(setting.model_dir), "output_dir": str(output_dir)}
-    publisher = await asyncio.to_thread(Publisher, spec, str(max(0, num_gpus() - 1)))
+    publisher = await asyncio.to_thread(Publisher, spec, _last_gpu())
     probe = Probe(server, setting.work.vocab)
     seconds = (args.updates + 2) * 2 * SETTLE_S
     try:
@@ -249,6 +249,11 @@ async def measure(server: Server, setting: Setting, via: str, args: argparse.Nam
         publisher.close()
     told = json.loads(out)
     return updates, f"{via}: {told['requests']} requests, none failed; tokens by version {told['versions']}"
+
+
+def _last_gpu() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus())))
+    return visible.rpartition(",")[2]
 
 
 async def _updates(

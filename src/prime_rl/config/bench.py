@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Final
 
+from prime_rl.config.artifacts import FilesystemBroadcastConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.trainer import FakeDataConfig, RLDataConfig, TrainerConfig
+from prime_rl.config.trainer import ConstantSchedulerConfig, FakeDataConfig, RLDataConfig, TrainerConfig
 
 BENCH_STEPS: Final = 4
 """Steps that are made; the first warms up and is shown, but not counted."""
@@ -33,5 +34,7 @@ def training_bench(config: TrainerConfig, *, batch_size: int, mean_tokens: float
         "data": RLDataConfig(fake=fake),
         "max_steps": BENCH_STEPS,
         "output_dir": bench_dir(config.output_dir),
+        "scheduler": ConstantSchedulerConfig(),  # a schedule may not fit into so few steps
+        "weight_broadcast": FilesystemBroadcastConfig(),  # nobody is there to receive
     }
     return config.model_copy(update=update)
