@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.transport import checksum as module
 from prime_rl.transport.checksum import OFFSET, Tally, checksum, combined, entries
 
 WORDS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
@@ -50,11 +51,15 @@ def test_every_dtype_and_size_has_one_that_follows_its_bytes(dtype, shape):
         assert checksum(tensor) != checksum(other)
 
 
-def test_long_tensors_are_the_same_however_they_are_cut(monkeypatch):
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = checksum(tensor)
-    monkeypatch.setitem(checksum.__globals__["_CHUNK_WORDS"], "cpu", 64)
-    assert checksum(tensor) == whole
+@pytest.mark.parametrize("chunk", [64, 2**20])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 1024])
+def test_cpu_and_gpu_compute_the_same_however_tensors_are_cut(monkeypatch, chunk, numel):
+    """The GPU's way runs on the CPU as well; tests/gpu has the same on a GPU."""
+    words = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    expected = sum((word + OFFSET) * (2 * i + 1) for i, word in enumerate(words.tolist())) % 2**64
+    for name in ("_CPU_CHUNK", "_GPU_CHUNK"):
+        monkeypatch.setattr(module, name, chunk)
+    assert int(module._on_cpu(words)) % 2**64 == int(module._on_gpu(words)) % 2**64 == expected
 
 
 def test_a_view_counts_as_the_tensor_that_it_shows():
