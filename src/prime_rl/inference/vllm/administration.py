@@ -26,12 +26,16 @@ from prime_rl.logs import get_logger
 from prime_rl.models import lora
 from prime_rl.transport.api import InitTransferRequest, ServedWeights
 from prime_rl.transport.manifest import MARKER, STEP_NAME, PublishedWeights, read_manifest, verify
+from prime_rl.transport.nccl import BUFFER_BYTES, NUM_BUFFERS
 from prime_rl.transport.weights import load_weights
 
 logger = get_logger(__name__)
 
 LOAD_TIMEOUT_S: Final = 1800.0
 """How long the workers may take to load weights: hundreds of gigabytes from a network disk."""
+
+_PACKING: Final = {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "packed_num_buffers": NUM_BUFFERS}
+"""How the trainer sends; vLLM 0.29 wants to know when the group is opened, 0.26 at every transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ class VLLMAdministration:
             "master_port": request.port,
             "rank_offset": request.rank_offset,
             "world_size": request.world_size,
-            "packed": True,
+            **_PACKING,
         }
         joining = self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         try:
@@ -157,8 +161,6 @@ class VLLMAdministration:
             raise ModelError(f"{directory} announces a transfer by NCCL, and this server has not joined the group")
         if verified:
             verify(directory)
-        if self._engine.vllm_config.model_config.quantization is not None:
-            return  # the checkpoint's tensors need not be those that are published
         if self._shapes is None:
             self._shapes = shapes_of(self._first)
         found = {name: tuple(entry.shape) for name, entry in published.tensors.items()} if published else None
@@ -229,7 +231,7 @@ def _source(update: _Update) -> dict[str, Any]:
         "names": list(tensors),
         "dtype_names": [entry.dtype for entry in tensors.values()],
         "shapes": [list(entry.shape) for entry in tensors.values()],
-        "packed": True,
+        **_PACKING,
     }
 
 

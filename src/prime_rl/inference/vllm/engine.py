@@ -38,8 +38,11 @@ class VersionedLLM(AsyncLLM):
         """As vLLM's; an answer that says its versions learns of its choices here, in the order in which they stand."""
         if self.adapter is not None and options.get("lora_request") is None:
             options["lora_request"] = self.adapter
-        outputs = super().generate(prompt, sampling_params, request_id, **options)
         answer = ANSWER.get()
+        if answer is not None and sampling_params.output_kind == RequestOutputKind.CUMULATIVE:
+            # The generate route of 0.26 asks for all tokens so far at every token, and uses the last output only.
+            sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        outputs = super().generate(prompt, sampling_params, request_id, **options)
         if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
             return cast(AsyncGenerator[RequestOutput, None], outputs)
         is_adapter = options.get("lora_request") is not None

@@ -17,8 +17,14 @@ MAX_NAMED = 3
 
 
 def shapes_of(directory: Path) -> Shapes:
-    """The tensors of a model directory; only the files' headers are read. Empty where it has no safetensors."""
+    """The tensors of a model directory; only the files' headers are read.
+
+    Empty where it has no safetensors, or quantized ones, whose tensors need not be those that are published.
+    """
     found: Shapes = {}
+    config = read_json(directory / "config.json")
+    if "quantization_config" in config:
+        return found
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
@@ -26,8 +32,7 @@ def shapes_of(directory: Path) -> Shapes:
                     found[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
-    is_tied = found and read_json(directory / "config.json").get("tie_word_embeddings", False)
-    if is_tied:
+    if config.get("tie_word_embeddings", False):
         found.pop(HEAD, None)
     return found
 

@@ -12,9 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-ENGINE_OUT_OF_MEMORY = re.compile(
-    r"out of memory|desired GPU memory utilization|No available memory for the cache", re.I
-)
+OUT_OF_MEMORY = re.compile(r"out of memory|desired GPU memory utilization|No available memory for the cache", re.I)
 
 
 class RecordCause(logging.Handler):
@@ -91,7 +89,7 @@ def sentence(kind: str, message: str) -> str:
     if len(text) > 600:
         text = text[:600] + "..."
     said = text if len(text.split()) > 3 else f"{kind}: {text}" if text else kind
-    if ENGINE_OUT_OF_MEMORY.search(text):
+    if OUT_OF_MEMORY.search(text):
         said += " (inference.gpu_memory_utilization is the share of the GPU that the server takes; "
         said += "inference.model.max_model_len and inference.max_num_seqs lower what it needs)"
     return said

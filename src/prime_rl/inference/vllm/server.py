@@ -17,7 +17,7 @@ import uvloop
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import InferenceError, ModelError, PrimeRLError
-from prime_rl.inference.vllm.failures import Causes, sentence
+from prime_rl.inference.vllm.failures import OUT_OF_MEMORY, Causes, sentence
 
 DEFAULTS: Final = {
     # vLLM's own command sets it, too: a forked engine inherits torch's threads and hangs.
@@ -74,7 +74,7 @@ def _prepare_environment(causes: Causes, *, on_cpu: bool) -> None:
 
 def _in_a_sentence(error: Exception, causes: Causes) -> PrimeRLError:
     said = causes.first() or sentence(type(error).__name__, str(error))
-    if any(word in said for word in MODEL_FAULTS):
+    if not OUT_OF_MEMORY.search(said) and any(word in said for word in MODEL_FAULTS):
         return ModelError(f"vLLM cannot serve this model: {said}")
     return InferenceError(f"vLLM did not start: {said}")
 

@@ -49,7 +49,9 @@ class WeightsExtension:
         engine = self.weight_transfer_engine
         model: torch.nn.Module = self.model_runner.get_model()
         if engine.written:
-            unwritten = sorted({name for name, _ in model.named_parameters()} - engine.written)
+            kinds = {_kind(name) for name in came}  # scales that quantization derives come from nowhere
+            names = {name for name, _ in model.named_parameters() if _kind(name) in kinds}
+            unwritten = sorted(names - engine.written)
             if unwritten:
                 raise InferenceError(f"{len(unwritten)} parameters got no weights: {_some(unwritten)}")
         if self._prime_rl_why_unreadable() is not None:
@@ -84,6 +86,10 @@ class WeightsExtension:
         if any(parameter.ndim > 2 for _, parameter in model.named_parameters()):
             return "its experts are joined"
         return None
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _some(names: list[str]) -> str:

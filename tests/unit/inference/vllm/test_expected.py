@@ -28,6 +28,12 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(tmp_path, tied):
     assert ("lm_head.weight" in shapes_of(tmp_path)) is not tied
 
 
+def test_quantized_checkpoints_are_not_compared(tmp_path):
+    save(tmp_path, a=torch.zeros(2))
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert shapes_of(tmp_path) == {}
+
+
 def test_a_damaged_file_is_named(tmp_path):
     save(tmp_path, a=torch.zeros(2))
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
