@@ -97,7 +97,7 @@ def _cpu_info() -> list[str]:
 
 
 def num_gpus() -> int:
-    """NVIDIA GPUs of this machine; where there are any, sides compute on the first."""
+    """NVIDIA GPUs of this machine, visible or not; where there are any, sides compute on the first visible one."""
     if not shutil.which("nvidia-smi"):
         return 0
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
