@@ -71,7 +71,9 @@ async def _on_engine_failure(request: Request, error: Exception) -> Response:
 async def _on_routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(message, status=error.status_code)
+    answer = error_response(message, status=error.status_code)
+    answer.headers.update(error.headers or {})  # which methods there are
+    return answer
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:

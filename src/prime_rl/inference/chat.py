@@ -15,7 +15,7 @@ from starlette.responses import Response
 from prime_rl.inference.generation import Completion, Delta
 from prime_rl.inference.http import HttpError, read_json
 from prime_rl.inference.logprobs import chat_logprobs, prompt_logprobs
-from prime_rl.inference.messages import template_messages
+from prime_rl.inference.messages import template_messages, template_tools
 from prime_rl.inference.replies import Piece, ReplyParser
 from prime_rl.inference.requests import (
     ChatRequest,
@@ -75,7 +75,8 @@ def render(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     )
     try:
-        return service.tokenizer.render_chat(template_messages(body.messages or []), body.tools, arguments)
+        messages, tools = template_messages(body.messages or []), template_tools(body.tools or [])
+        return service.tokenizer.render_chat(messages, tools, arguments)
     except ChatTemplateError as error:
         raise HttpError(str(error), param="messages") from error
 

@@ -1,4 +1,4 @@
-"""Messages as clients send them, to messages as chat templates take them."""
+"""Messages as clients send them, to messages as chat templates take them; tools likewise."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,17 @@ from prime_rl.inference.http import HttpError
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each message with its content as one string, tool arguments as objects, and reasoning under both of its names."""
     return [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The tools as they are, if each is a function with a name."""
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+            where = f"tools.{index}"
+            raise HttpError(f"{where}: must be {{'type': 'function', 'function': {{'name': ...}}}}", param=where)
+    return tools
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -53,3 +53,9 @@ async def test_the_key_is_accepted_with_the_scheme_in_any_case(serve, make_backe
     async with serve(make_backend(), key="s3cret") as running:
         answer = await running.http.get("/v1/models", headers={"Authorization": given})
     assert answer.status_code == 200
+
+
+async def test_a_wrong_method_is_told_the_right_one(serve, make_backend):
+    async with serve(make_backend()) as running:
+        answer = await running.http.get("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

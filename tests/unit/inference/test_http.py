@@ -36,6 +36,13 @@ BAD = {
         400,
         "messages",
     ),
+    "a tool without a name": (
+        CHAT,
+        {"messages": HI, "tools": [{"type": "function", "function": {}}]},
+        400,
+        "tools.0",
+    ),
+    "a tool of another type": (CHAT, {"messages": HI, "tools": [{"function": {"name": "f"}}]}, 400, "tools.0"),
     "unknown model": (CHAT, {"messages": HI, "model": "gpt-4"}, 404, "model"),
     "model of the wrong type": (CHAT, {"messages": HI, "model": 3}, 400, "model"),
     "top_logprobs alone": (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs"),
