@@ -1,0 +1,159 @@
+"""The servers under test: the real `inference` command with a real TOML file, one process for each.
+
+To add a backend, add a `Kind` to `KINDS`; every test of the suite then runs against it too.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tomli_w
+
+ROOT = Path(__file__).parents[2]
+VLLM_PYTHON = Path(os.environ.get("CONTRACT_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+"""The interpreter that has vLLM beside prime-rl. vLLM pins what it needs, so it has an environment of its own."""
+DEVICE = os.environ.get("CONTRACT_DEVICE", "cpu")
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 64
+START_S = 400.0
+"""vLLM's three processes import it one after the other, 50 s of one core, and other tests may be running."""
+STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A backend: how its server is started, and what this suite sets for it alone."""
+
+    name: str
+    python: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("embedded", Path(sys.executable)),
+        Kind("vllm", VLLM_PYTHON),
+    )
+}
+
+
+def config_of(kind: Kind, model: Path, output_dir: Path, port: int, **keys: Any) -> dict[str, Any]:
+    """The configuration of a server; `keys` are those in which the servers of the suite differ."""
+    return {
+        "backend": kind.name,
+        "device": DEVICE,
+        "output_dir": str(output_dir),
+        "kv_cache_memory_gb": 0.25,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "server": {"host": "127.0.0.1", "port": port},
+        "model": {
+            "name": str(model),
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "enforce_eager": True,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": "hermes",
+        },
+        **kind.config,
+        **keys,
+    }
+
+
+@dataclass
+class Server:
+    """A process that serves, or is about to. What it prints goes to a file."""
+
+    kind: Kind
+    model: Path
+    key: str | None
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def await_health(self) -> "Server":
+        """Return when it answers."""
+        deadline = time.monotonic() + START_S
+        with httpx.Client(base_url=self.url, timeout=5) as client:
+            while True:
+                assert self.process.poll() is None, f"the server ended:\n{self.printed[-6000:]}"
+                assert time.monotonic() < deadline, f"no answer from /health in {START_S} s:\n{self.printed[-6000:]}"
+                try:
+                    if client.get("/health").status_code == httpx.codes.OK:
+                        return self
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.1)
+
+    def ended(self, timeout: float = STOP_S) -> str:
+        """All that it printed, once it has ended."""
+        self.process.wait(timeout)
+        return self.printed
+
+    def stop(self) -> None:
+        """End it and whatever it started; it gets time to do so itself."""
+        if self.process.poll() is not None:
+            return
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=STOP_S)
+        for child in alive:
+            child.kill()
+
+
+def start(kind: Kind, model: Path, directory: Path, *, port: int | None = None, **keys: Any) -> Server:
+    """Start the command; it may still be loading, or about to fail, when this returns."""
+    if not kind.python.exists():
+        raise FileNotFoundError(
+            f"the {kind.name} backend is tested with the interpreter {kind.python}, which is not there: run "
+            "`make vllm-venv`, or set CONTRACT_VLLM_PYTHON to one that has vLLM and prime-rl"
+        )
+    port = port or free_port()
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "inference.toml"
+    file.write_text(tomli_w.dumps(config_of(kind, model, directory / "outputs", port, **keys)))
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | kind.environment  # threads: the model is tiny
+    log = directory / "printed"
+    with log.open("wb") as printed:
+        process = subprocess.Popen(
+            [str(kind.python), "-m", "prime_rl.cli", "inference", "@", str(file)],
+            env=environment,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_hear_ctrl_c,
+        )
+    return Server(kind, model, keys.get("api_key"), f"http://127.0.0.1:{port}", process, log)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _hear_ctrl_c() -> None:
+    """A test session in the background of a shell ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
