@@ -88,9 +88,9 @@ class Broadcasts:
             self.fall_back(f"{', '.join(lost) or 'no server'} is not in the group any more")
             return False
         members = list(self._members.values())
+        if self.is_over():
+            return False
         try:
-            if self.is_over():
-                return False
             await together(*(server.client.pause() for server in members))
             if self.is_over():
                 return False
@@ -123,6 +123,9 @@ class Broadcasts:
         try:
             while not (await asyncio.wait({update}, timeout=FALLBACK_POLL_S))[0]:
                 if (reason := fallback_reason(self.directory)) is not None:
+                    for server in self._members.values():
+                        if server.lock.locked():
+                            self._fleet.lose(server, f"the trainer gave up on sending weights: {reason}")
                     raise InferenceError(f"the trainer gave up: {reason}")
             await update
         finally:

@@ -8,7 +8,7 @@
 
     loop               consumes     waits for                    unblocked by
     watch (a server)   its health   the next probe               time; the probe's own deadline
-    load (a server)    the target   the server's answer          the server; `_lose`, when it stops answering
+    load (a server)    the target   the server's answer          the server; `lose`, when it stops answering
     outage             -            a server that is up          a server that joins; else the run's end, in time
 
 A server that comes back - told by the `instance` of its health, however short it was gone - is given the target before
@@ -271,23 +271,23 @@ class Fleet:
         if isinstance(health, Unwell):
             server.num_silent = server.num_silent + 1 if health.is_silent else 0
             if not health.is_silent or server.num_silent >= SILENT_PROBES:
-                self._lose(server, health.reason)
+                self.lose(server, health.reason)
             return
         server.num_silent = 0
         if server.instance not in (None, health.instance):
             self.num_restarts += 1
-            self._lose(server, "it was started again")
+            self.lose(server, "it was started again")
         server.instance = health.instance
         if num_loads == server.num_loads and not server.lock.locked():  # else the answer may be of before a load
             served = ServedWeights(version=health.version, digest=health.digest)
             if server.state is State.UP and served != server.served:
-                self._lose(server, f"it serves weights {served.version} that it was not given")
+                self.lose(server, f"it serves weights {served.version} that it was not given")
             server.served = served
         if server.state is State.DOWN and _now() >= server.retry_at:
             server.state = State.JOINING
             server.work = asyncio.create_task(self._join(server))
 
-    def _lose(self, server: Server, reason: str) -> None:
+    def lose(self, server: Server, reason: str) -> None:
         """Nothing more is given to it, and what is being given to it is given up."""
         if server.work is not None:
             server.work.cancel()
@@ -359,7 +359,7 @@ class Fleet:
             await self._load(server)
         except (InferenceError, ArtifactError) as error:
             server.work = None  # this one, which must not cancel itself
-            self._lose(server, str(error))
+            self.lose(server, str(error))
             if not isinstance(error, Unreachable):
                 server.refusal = error
                 server.retry_at = _now() + RETRY_S
