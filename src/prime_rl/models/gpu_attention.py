@@ -132,7 +132,7 @@ class DecodeAttention:
 
     def __call__(
         self, qkv_SX: Tensor, keys: Tensor, values: Tensor, tables: Tensor, meta_SF: Tensor, out_SX: Tensor,
-        *, tile: int = 64, num_warps: int = 4, num_stages: int = 3, num_splits: int | None = None,
+        *, tile: int = 64, num_warps: int = 2, num_stages: int = 3, num_splits: int | None = None,
     ) -> None:  # fmt: skip
         """Write the mixed values [S, H * D]. `keys`, `values`: one layer of the cache, [N, K, B, D]."""
         q_heads, kv_heads, dim = self.heads

@@ -116,7 +116,7 @@ def _device(name: str) -> torch.device:
         raise ConfigError("inference.device is 'cuda', and no CUDA device is visible; use 'cpu' or 'auto'")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

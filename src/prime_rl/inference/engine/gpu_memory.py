@@ -4,6 +4,7 @@
 sum to less than 1 can share a GPU whichever starts first. PyTorch's allocator enforces it.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ def limit_memory(device: torch.device, utilization: float) -> int:
 
     Raises: ConfigError when less than that is free.
     """
+    gc.collect()  # an earlier engine of this process lies in cycles until then
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     budget = int(total * utilization)
