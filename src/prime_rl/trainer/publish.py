@@ -2,20 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import hf_tensors
+from prime_rl.models.hf import MAX_SHARD_BYTES, hf_tensors
 from prime_rl.paths import step_dir
 from prime_rl.transport import broadcasts
 from prime_rl.transport.checksum import entries
 from prime_rl.transport.manifest import complete_steps, remove_dir
 from prime_rl.transport.nccl import Sender
 from prime_rl.transport.weights import publish_weights, published
+
+_SHARD_BYTES: Final = 2**28  # of what is soon removed again: several are written, and read, at the same time
 
 _logger = get_logger(__name__)
 
@@ -77,6 +79,7 @@ class WeightPublisher:
             weights_dir=self._weights_dir,
             assets=self._assets,
             tokenizer=self._tokenizer,
+            max_shard_bytes=MAX_SHARD_BYTES if stays else _SHARD_BYTES,
             durable=stays,
         )
         _logger.debug("Published %s", directory)

@@ -19,7 +19,7 @@ import torch
 
 from prime_rl.errors import ConfigError, DeadlineExceeded, InferenceError
 
-BUFFER_BYTES: Final = 2**30
+BUFFER_BYTES: Final = 2**29
 """Size at which a buffer is sent: while one is on its way the next is packed, and at the other end unpacked."""
 
 NUM_BUFFERS: Final = 2

@@ -8,6 +8,7 @@ every tensor arrived.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from prime_rl.errors import ArtifactError, ModelError
 from prime_rl.models import lora
 from prime_rl.models.hf import (
     MAX_SHARD_BYTES,
+    SHARDS_AT_ONCE,
     copy_assets,
     read_json,
     read_safetensors,
@@ -126,8 +128,9 @@ def load_weights(directory: Path, *, pin_memory: bool = False) -> LoadedWeights:
     files = [directory / lora.WEIGHTS_FILE] if is_adapter else weight_files(directory)
     manifest = verify(directory, besides={path.name for path in files}) if has_marker else None
     tensors: dict[str, Tensor] = {}
-    for path in files:
-        tensors |= _read_checked(path, manifest, pin_memory)
+    with ThreadPoolExecutor(SHARDS_AT_ONCE, "shards") as pool:
+        for part in pool.map(lambda path: _read_checked(path, manifest, pin_memory), files):
+            tensors |= part
     if not tensors:
         raise ModelError(f"{directory} holds no tensors")
     found = announced or published("adapter" if is_adapter else "model", entries(tensors))
