@@ -59,8 +59,8 @@ class Setting:
 
     def embedded(self) -> dict[str, Any]:
         """`InferenceConfig` of the embedded engine."""
-        memory = {"kv_cache_memory_gb": 2.0} if self.device == "cpu" else {}
-        return self._config("embedded") | memory
+        sizes = {"kv_cache_memory_gb": 2.0} if self.device == "cpu" else {"max_num_batched_tokens": 8192}  # vLLM's
+        return self._config("embedded") | sizes
 
     def vllm_server(self) -> dict[str, Any]:
         """`InferenceConfig` of vLLM behind our server."""
