@@ -144,6 +144,7 @@ class Engine:
             sampling=sampling,
             stop_ids=sampling.stop_ids(self.eos_token_ids),
             seed=seed,
+            reads_history=sampling.reads_history,
             scorer=scorer,
         )
 
@@ -268,10 +269,8 @@ class Engine:
 
     def _step(self) -> None:
         """Launch a step and collect it or, where the runner looks ahead, the one before it."""
-        if any(
-            sequence.sampling.reads_history for sequence in self.scheduler.running
-        ):  # needs the ids of all tokens so far
-            self._collect()
+        if self._in_flight is not None and any(sequence.reads_history for sequence in self.scheduler.running):
+            self._collect()  # the ids of all tokens so far are needed
         chunks = self.scheduler.schedule()
         launched = (self.runner.launch(chunks), self.version) if chunks else None
         self._collect()

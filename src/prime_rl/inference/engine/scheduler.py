@@ -48,6 +48,8 @@ class Sequence:
     content_id: int | None = None
     """Id of the content of the last findable block; None when the cache holds older weights' values for it."""
     num_findable: int = 0
+    reads_history: bool = False
+    """As its sampling says; asked in every step."""
     scorer: PromptScorer | None = None
     """Gathers the prompt's logprobs where they were asked for."""
 
