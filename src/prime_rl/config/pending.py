@@ -18,7 +18,6 @@ SHARDED = "the trainer on several GPUs"
 SPEED = "the trainer's memory and speed options"
 ALGORITHMS = "the full set of losses, optimizers and advantages"
 VLLM = "the vLLM backend"
-NCCL = "weights from GPU to GPU"
 LORA = "LoRA"
 HF_CODE = "models of other architectures"
 ORCHESTRATOR = "the full orchestrator"
@@ -91,10 +90,6 @@ PENDING: dict[str, Pending] = {
             *("RLConfig.teacher_gpu_ids", "TrainSamplingConfig.temp_scheduler"),
         ],
         Pending(ALGORITHMS),
-    ),
-    **dict.fromkeys(
-        ["TrainerConfig.weight_broadcast", "InferenceConfig.weight_broadcast"],
-        Pending(NCCL),
     ),
     **dict.fromkeys(
         [

@@ -93,8 +93,7 @@ def test_a_wish_inside_a_list_is_found(tmp_path: Path):
         ("optim", "sgd", "comes with the full set of losses"),
         ("model.ac.freq", "", "comes with the trainer's memory"),
         ("model.attn", "", "other values come with the trainer's memory and speed options (sdpa works)"),
-        ("weight_broadcast", "filesystem", "other values come with weights from GPU to GPU"),
-        ("weight_broadcast", "nccl", "comes with weights from GPU to GPU"),
+        ("weight_broadcast", "nccl", ""),
     ],
 )
 def test_the_note_of_a_key_is_its_own_or_that_of_a_section_around_it(path, kind, expected):
