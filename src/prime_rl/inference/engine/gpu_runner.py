@@ -22,8 +22,7 @@ from torch import Tensor
 
 from prime_rl.inference.engine.gpu_edits import Tops, redraw
 from prime_rl.inference.engine.graphs import Graphs, batch_sizes
-from prime_rl.inference.engine.prompt_logprobs import score_prompts
-from prime_rl.inference.engine.runner import Launched
+from prime_rl.inference.engine.runner import Launched, score_prompts
 from prime_rl.inference.engine.sampler import Sampled, uniform
 from prime_rl.inference.engine.scheduler import Chunk, Sequence
 from prime_rl.models.decoder import Decoder
@@ -122,7 +121,10 @@ class GpuRunner:
 
     def _decode_pass(self, chunks: list[Chunk]) -> list[Tops]:
         rows, size = len(chunks), self._graphs.size_for(len(chunks))
-        meta = self._meta(chunks)
+        sequences = [chunk.sequence for chunk in chunks]
+        if self._constants.sequences != sequences:
+            self._constants = _Constants(sequences)
+        meta = _meta(chunks, self._constants)
         block_size = self._block_size
         meta[:, 1:4] = [
             (s.tokens[at] if at < len(s.tokens) else -1, at, s.blocks[at // block_size])
@@ -131,20 +133,6 @@ class GpuRunner:
         self._decode_upload.put([np.concatenate([meta, self._filler(size - rows)])], turn=self._turn)
         self._graphs(rows)
         return redraw(chunks, self._work.logits, self._last_tokens, self._out, 0)
-
-    def _meta(self, chunks: list[Chunk]) -> IntArray:
-        """What the kernels are told of each row, [S, META_FIELDS], but for where a decoding one stands."""
-        sequences = [chunk.sequence for chunk in chunks]
-        if self._constants.sequences != sequences:
-            self._constants = _Constants(sequences)
-        constants = self._constants
-        indices = np.array([chunk.index for chunk in chunks], dtype=np.uint64)
-        draws = np.where(constants.greedy, np.float32(-1.0), uniform(constants.seeds, indices))
-        meta = np.zeros((len(chunks), META_FIELDS), dtype=np.int32)
-        meta[:, 0] = constants.rows
-        meta[:, 4] = draws.view(np.int32)
-        meta[:, 5] = constants.scales.view(np.int32)
-        return meta
 
     def _decode(self, size: int) -> None:
         """The pass that is captured: one token of each of `size` rows, from their meta data to drawn tokens."""
@@ -166,7 +154,8 @@ class GpuRunner:
         """Compute pieces of prompts; draw for those that are complete, the first as row `first_row` of the step."""
         drawn = [chunk for chunk in chunks if chunk.samples]
         ids, positions, places, query_blocks, last, rows, tables, meta = self._prompt_upload.put(
-            [*self._prompt_arrays(chunks), self._meta(drawn)], turn=self._turn
+            [*self._prompt_arrays(chunks), _meta(drawn, _Constants([chunk.sequence for chunk in drawn]))],
+            turn=self._turn,
         )
         work = self._work
         if len(rows):
@@ -250,17 +239,27 @@ def _collect(event: torch.cuda.Event, host_S2: Tensor, tops: list[Tops]) -> Samp
 
 
 class _Constants:
-    """What stays the same of a set of running sequences from step to step."""
+    """What stays the same of a set of sequences from step to step."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.rows = np.array([s.row for s in sequences], dtype=np.int32)
         self.seeds = np.array([s.seed for s in sequences], dtype=np.uint64)
         temperatures = np.array([s.sampling.temperature for s in sequences], dtype=np.float64)
         self.greedy = temperatures == 0.0
         # Greedy rows report the distribution at temperature 1. A scale beyond float32 is one that leaves the likeliest.
         scales = 1.0 / np.where(self.greedy, 1.0, temperatures)
         self.scales = np.minimum(scales, np.finfo(np.float32).max).astype(np.float32)
+
+
+def _meta(chunks: list[Chunk], constants: _Constants) -> IntArray:
+    """What the kernels are told of each row, [S, META_FIELDS], but for where a decoding one stands."""
+    indices = np.array([chunk.index for chunk in chunks], dtype=np.uint64)
+    draws = np.where(constants.greedy, np.float32(-1.0), uniform(constants.seeds, indices))
+    meta = np.zeros((len(chunks), META_FIELDS), dtype=np.int32)
+    meta[:, 0] = [chunk.sequence.row for chunk in chunks]
+    meta[:, 4] = draws.view(np.int32)
+    meta[:, 5] = constants.scales.view(np.int32)
+    return meta
 
 
 class _Upload:
