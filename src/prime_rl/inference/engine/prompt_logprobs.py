@@ -9,21 +9,9 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.backend import PromptLogprobs
-from prime_rl.inference.engine.scheduler import Chunk
 
 MAX_LOGITS = 1 << 22
 """Most logits that are made at once: 16 MiB in float32."""
-
-
-def score_prompts(
-    chunks: Sequence[Chunk], hidden_TH: Tensor, logits: Callable[[Tensor], Tensor], max_rows: int | None = None
-) -> None:
-    """Let the requests of a step that asked for their prompts' logprobs take the hidden states of their tokens."""
-    first = 0
-    for chunk in chunks:
-        if chunk.sequence.scorer is not None:
-            chunk.sequence.scorer.take(chunk.start, hidden_TH[first : first + chunk.length], logits, max_rows)
-        first += chunk.length
 
 
 class PromptScorer:

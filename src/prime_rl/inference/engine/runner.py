@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.inference.engine.prompt_logprobs import score_prompts
 from prime_rl.inference.engine.sampler import Sampled, Sampler
 from prime_rl.inference.engine.scheduler import Chunk, Sequence
 from prime_rl.models.attention import Attention, PagedAttention, PagedCache, PagedStep
@@ -43,6 +42,17 @@ class Runner(Protocol):
     def swap_weights(self, swap: Callable[[], None]) -> None:
         """Run `swap`, which writes the decoder's parameters in place; every launched step is collected before."""
         ...
+
+
+def score_prompts(
+    chunks: Seq[Chunk], hidden_TH: Tensor, logits: Callable[[Tensor], Tensor], max_rows: int | None = None
+) -> None:
+    """Let the requests of a step that asked for their prompts' logprobs take the hidden states of their tokens."""
+    first = 0
+    for chunk in chunks:
+        if chunk.sequence.scorer is not None:
+            chunk.sequence.scorer.take(chunk.start, hidden_TH[first : first + chunk.length], logits, max_rows)
+        first += chunk.length
 
 
 class CpuRunner:
