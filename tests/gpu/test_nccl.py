@@ -14,6 +14,11 @@ import httpx
 import pytest
 import torch
 
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.inference.embedded import EmbeddedAdministration
+from prime_rl.inference.engine.build import build_engine
+from prime_rl.models.hf import load_decoder, model_tensors
+from prime_rl.trainer.publish import WeightPublisher
 from prime_rl.transport.broadcasts import fall_back, ready_file
 from prime_rl.transport.checksum import checksum
 from prime_rl.transport.manifest import MARKER, read_manifest
@@ -57,6 +62,36 @@ def test_cpu_and_gpu_agree_on_checksums(dtype):
     for size in (0, 1, 5, 2**24 + 3, 2**26 + 1):
         tensor = torch.randint(0, 255, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
         assert checksum(tensor) == checksum(tensor.cuda()), size
+
+
+async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_engine(tmp_path):
+    subprocess.run([sys.executable, "benchmarks/models.py", "150m", str(tmp_path)], cwd=ROOT, check=True, timeout=200)
+    engine = build_engine(
+        InferenceConfig.model_validate({"model": {"name": str(tmp_path)}, "device": "cuda", "kv_cache_memory_gb": 1})
+    )
+    administration = EmbeddedAdministration(engine, first=lambda: model_tensors(tmp_path, 0))
+    original = await administration.tensors()
+    trainer = load_decoder(str(tmp_path), device="cuda")
+    files = WeightPublisher(
+        model=trainer, dtype=torch.bfloat16, weights_dir=tmp_path / "weights", assets=tmp_path, tokenizer=tmp_path,
+        max_steps=3, interval=None, keep_last=9,
+    )  # fmt: skip
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for number, parameter in enumerate(trainer.parameters(), 1):
+                parameter += number / 1024
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        files.publish(step)
+        published = time.monotonic()
+        directory = tmp_path / "weights" / f"step_{step}"
+        await administration.update(directory, step)
+        print(f"embedded step_{step}: publish {published - started:.3f} s, update {time.monotonic() - published:.3f} s")
+        announced = read_manifest(directory).weights
+        assert await administration.tensors() == {name: entry.checksum for name, entry in announced.tensors.items()}
+    await administration.reload()
+    assert await administration.tensors() == original
+    await engine.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")

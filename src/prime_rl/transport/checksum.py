@@ -72,9 +72,7 @@ class Tally:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Note a tensor as it is now."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        noted = TensorEntry(dtype=dtype, shape=list(tensor.shape), checksum="")
-        self._sums[name] = noted, checksum_on_device(tensor)
+        self._sums[name] = entry(tensor, ""), checksum_on_device(tensor)
 
     def entries(self) -> dict[str, TensorEntry]:
         """What a manifest says of the tensors, in the order in which they were first noted."""
@@ -91,6 +89,11 @@ def entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     for name, tensor in tensors.items():
         tally.add(name, tensor)
     return tally.entries()
+
+
+def entry(tensor: Tensor, value: str) -> TensorEntry:
+    """What a manifest says of a tensor whose checksum is `value`."""
+    return TensorEntry(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), checksum=value)
 
 
 def combined(tensors: Mapping[str, TensorEntry]) -> str:

@@ -28,7 +28,7 @@ from prime_rl.models.hf import (
 )
 from prime_rl.models.tensor_files import FileDigest, parse_file, read_file, write_file
 from prime_rl.paths import step_dir
-from prime_rl.transport.checksum import Tally, combined, entries
+from prime_rl.transport.checksum import Tally, checksum, combined, entries, entry
 from prime_rl.transport.manifest import (
     MARKER,
     STEP_NAME,
@@ -131,11 +131,14 @@ def load_weights(directory: Path, *, pin_memory: bool = False) -> LoadedWeights:
     with ThreadPoolExecutor(SHARDS_AT_ONCE, "shards") as pool:
         for part in pool.map(lambda path: _read_checked(path, manifest, pin_memory), files):
             tensors |= part
+        values = pool.map(checksum, tensors.values())
+        found = {name: entry(tensors[name], value) for name, value in zip(tensors, values, strict=True)}
     if not tensors:
         raise ModelError(f"{directory} holds no tensors")
-    found = announced or published("adapter" if is_adapter else "model", entries(tensors))
-    _check_names(directory, found, tensors)
-    return LoadedWeights(published=found, tensors=tensors)
+    if announced is None:
+        announced = published("adapter" if is_adapter else "model", found)
+    _check_tensors(directory, announced.tensors, found)
+    return LoadedWeights(published=announced, tensors=tensors)
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -171,13 +174,11 @@ def _read_checked(path: Path, manifest: Manifest | None, pin_memory: bool) -> di
     return parse_file(path, content)
 
 
-def _check_names(directory: Path, announced: PublishedWeights, tensors: Mapping[str, Tensor]) -> None:
-    """Raises: ArtifactError where the marker names other tensors than the files hold."""
-    differing = sorted(announced.tensors.keys() ^ tensors.keys())
-    if differing:
-        raise ArtifactError(
-            f"{directory}: the marker and the files do not name the same tensors; {differing[0]} is in one of them"
-        )
+def _check_tensors(directory: Path, announced: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
+    """Raises: ArtifactError where the files hold other tensors than the marker names."""
+    for name in sorted(announced.keys() | found.keys()):
+        if announced.get(name) != found.get(name):
+            raise ArtifactError(f"{directory}: the marker and the files disagree on the tensor {name}")
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:

@@ -183,10 +183,19 @@ def test_any_damaged_file_is_refused(tmp_path, assets, pattern):
         load_weights(directory)
 
 
-def test_a_marker_of_other_tensors_is_refused(tmp_path, assets):
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda tensors: tensors.pop("model.norm.weight"),
+        lambda tensors: tensors["model.norm.weight"].update(checksum="0" * 16),
+        lambda tensors: tensors["model.norm.weight"].update(dtype="bfloat16"),
+        lambda tensors: tensors["model.norm.weight"].update(shape=[4, 4]),
+    ],
+)
+def test_a_marker_of_other_tensors_is_refused(tmp_path, assets, edit):
     directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
-    rewrite_marker(directory, lambda marker: marker["weights"]["tensors"].pop("model.norm.weight"))
-    with pytest.raises(ArtifactError, match=r"not name the same tensors; model\.norm\.weight is in one of them"):
+    rewrite_marker(directory, lambda marker: edit(marker["weights"]["tensors"]))
+    with pytest.raises(ArtifactError, match=r"disagree on the tensor model\.norm\.weight"):
         load_weights(directory)
 
 
