@@ -64,16 +64,23 @@ def test_cpu_and_gpu_agree_on_checksums(dtype):
         assert checksum(tensor) == checksum(tensor.cuda()), size
 
 
-async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_engine(tmp_path):
-    subprocess.run([sys.executable, "benchmarks/models.py", "150m", str(tmp_path)], cwd=ROOT, check=True, timeout=200)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150M parameters in bfloat16."""
+    directory = tmp_path_factory.mktemp("model")
+    subprocess.run([sys.executable, "benchmarks/models.py", "150m", str(directory)], cwd=ROOT, check=True, timeout=200)
+    return directory
+
+
+async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_engine(tmp_path, model):
     engine = build_engine(
-        InferenceConfig.model_validate({"model": {"name": str(tmp_path)}, "device": "cuda", "kv_cache_memory_gb": 1})
+        InferenceConfig.model_validate({"model": {"name": str(model)}, "device": "cuda", "kv_cache_memory_gb": 1})
     )
-    administration = EmbeddedAdministration(engine, first=lambda: model_tensors(tmp_path, 0))
+    administration = EmbeddedAdministration(engine, first=lambda: model_tensors(model, 0))
     original = await administration.tensors()
-    trainer = load_decoder(str(tmp_path), device="cuda")
+    trainer = load_decoder(str(model), device="cuda")
     files = WeightPublisher(
-        model=trainer, dtype=torch.bfloat16, weights_dir=tmp_path / "weights", assets=tmp_path, tokenizer=tmp_path,
+        model=trainer, dtype=torch.bfloat16, weights_dir=tmp_path / "weights", assets=model, tokenizer=model,
         max_steps=3, interval=None, keep_last=9,
     )  # fmt: skip
     for step in (1, 2, 3):
@@ -99,8 +106,6 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
 def test_every_parameter_changed_by_its_own_amount_reaches_vllm_over_nccl_and_through_files(tmp_path, free_port):
     """Steps 1 and 2 are broadcast, 3 falls back to files that are soon removed, 4 is the last, which stays."""
     pytest.importorskip("vllm")
-    model = tmp_path / "model"
-    subprocess.run([sys.executable, "benchmarks/models.py", "150m", str(model)], cwd=ROOT, check=True, timeout=200)
     (tmp_path / "broadcasts").mkdir()
     meeting = {"host": "127.0.0.1", "port": MEETING_PORT, "rank_offset": 1, "world_size": 2, "timeout": START_S}
     with server(model, tmp_path, free_port) as http, trainer(model, tmp_path) as process:
