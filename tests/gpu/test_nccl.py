@@ -103,7 +103,7 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")
 @pytest.mark.timeout(600)
-def test_every_parameter_changed_by_its_own_amount_reaches_vllm_over_nccl_and_through_files(tmp_path, free_port):
+def test_every_parameter_changed_by_its_own_amount_reaches_vllm_over_nccl_and_through_files(tmp_path, model, free_port):
     """Steps 1 and 2 are broadcast, 3 falls back to files that are soon removed, 4 is the last, which stays."""
     pytest.importorskip("vllm")
     (tmp_path / "broadcasts").mkdir()
