@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_weights_change_in_place_under_captured_graphs(model: Path, recompute: b
         return swap
 
     async def run() -> list[list[list[TokenOutput]]]:
-        probe = asked(temperature=0.0)[5:6]
+        probe = [replace(asked(temperature=0.0)[5], request_id="probe")]
         first = await complete(engine, probe)
         running = asyncio.create_task(complete(engine, asked(max_tokens=400)))
         await asyncio.sleep(0.05)
