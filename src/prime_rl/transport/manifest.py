@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ MARKER: Final = "STABLE"
 _FORMAT: Final = 1
 STEP_NAME: Final = re.compile(r"step_(\d+)")
 _CHUNK_BYTES: Final = 1 << 20
+_FILES_AT_ONCE: Final = 4
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,9 +152,10 @@ def verify(directory: Path, *, besides: Collection[str] = ()) -> Manifest:
     Raises: ArtifactError naming the first file that is missing, truncated or altered.
     """
     manifest = read_manifest(directory)
-    for name, entry in manifest.files.items():
-        if name not in besides:
-            check_file(directory / name, expected=entry, found=_measure(directory / name))
+    paths = [directory / name for name in manifest.files if name not in besides]
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "verify") as pool:
+        for path, found in zip(paths, pool.map(_measure, paths), strict=True):
+            check_file(path, expected=manifest.files[path.relative_to(directory).as_posix()], found=found)
     return manifest
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.transport import checksum as module
@@ -13,12 +13,14 @@ def words(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+@settings(deadline=None)
 @given(WORDS)
 def test_it_is_the_sum_of_its_definition(values):
     expected = sum((word + OFFSET) * (2 * i + 1) for i, word in enumerate(values)) % 2**64
     assert checksum(words(values)) == f"{expected:016x}"
 
 
+@settings(deadline=None)
 @given(WORDS, st.data())
 def test_any_change_of_one_word_changes_it(values, data):
     position = data.draw(st.integers(0, len(values) - 1))
@@ -26,6 +28,7 @@ def test_any_change_of_one_word_changes_it(values, data):
     assert checksum(words(values)) != checksum(words([*values[:position], changed, *values[position + 1 :]]))
 
 
+@settings(deadline=None)
 @given(WORDS.filter(lambda values: len(set(values)) > 1), st.data())
 def test_any_exchange_of_two_different_words_changes_it(values, data):
     first = data.draw(st.integers(0, len(values) - 1))
@@ -35,6 +38,7 @@ def test_any_exchange_of_two_different_words_changes_it(values, data):
     assert checksum(words(values)) != checksum(words(swapped))
 
 
+@settings(deadline=None)
 @given(WORDS)
 def test_zeros_at_the_end_change_it(values):
     assert checksum(words(values)) != checksum(words([*values, 0]))
