@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from prime_rl.config.artifacts import AutoBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.config.trainer import (
     AdamWConfig,
     FakeDataConfig,
@@ -141,3 +142,14 @@ def test_a_gpu_trains_as_the_cpu_does(config, tmp_path, dtype):
     for on_cpu, on_gpu in zip(rows["cpu"], rows["cuda"], strict=True):
         for name in ("entropy/mean", "mismatch_kl/mean", "optim/grad_norm"):
             assert on_gpu[name] == pytest.approx(on_cpu[name], rel=tolerance), name
+
+
+def test_sending_from_a_cpu_is_refused_before_anything_is_trained(config):
+    with pytest.raises(ConfigError, match="nccl sends from a GPU, and the trainer runs on cpu"):
+        run(config.model_copy(update={"weight_broadcast": NCCLBroadcastConfig()}))
+    assert not RunPaths(config.output_dir).metrics("trainer").exists()
+
+
+def test_a_trainer_that_is_started_alone_takes_auto_for_files(config):
+    run(config.model_copy(update={"weight_broadcast": AutoBroadcastConfig()}))
+    assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
