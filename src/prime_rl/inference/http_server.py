@@ -17,6 +17,10 @@ logger = get_logger(__name__)
 SHUTDOWN_S = 1
 """Time that answers under way get to be sent when the server is told to stop."""
 
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays: longer than a client keeps one (httpx: 5 s). Where the server closes first, a
+request that is just being sent on it is lost."""
+
 BACKLOG = 2048
 """Connections that may wait to be accepted: a whole batch of rollouts connects at once."""
 
@@ -59,6 +63,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="on" if lifespan else "off",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         super().__init__(config)

@@ -31,6 +31,8 @@ from prime_rl.transport.weights import load_weights
 
 logger = get_logger(__name__)
 
+KILLED: Final = "a process of it ended without saying why (killed, perhaps for its memory)"
+
 LOAD_TIMEOUT_S: Final = 1800.0
 """How long the workers may take to load weights: hundreds of gigabytes from a network disk."""
 
@@ -76,7 +78,7 @@ class VLLMAdministration:
     def failure(self) -> str | None:
         """Why this server is of no use any more; None while it is."""
         if self._failure is None and self._engine.errored:
-            self._failure = f"vLLM's engine failed: {self._causes.first() or 'it ended without saying why'}"
+            self._failure = f"vLLM's engine failed: {self._causes.first() or KILLED}"
         return self._failure
 
     def unavailable(self) -> str | None:

@@ -12,7 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-OUT_OF_MEMORY = re.compile(r"out of memory|desired GPU memory utilization|No available memory for the cache", re.I)
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|desired GPU memory utilization|No available memory for the cache|Available memory on node", re.I
+)
+
+CONSEQUENCES = frozenset({"EngineDeadError"})
+"""What the server's own process logs when an engine process is gone: no cause."""
 
 
 class RecordCause(logging.Handler):
@@ -24,7 +29,7 @@ class RecordCause(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None:
+        if error is None or type(error).__name__ in CONSEQUENCES:
             return
         line = json.dumps({"type": type(error).__name__, "message": str(error)}) + "\n"
         with Path(self.path).open("a", encoding="utf-8") as file:
@@ -86,10 +91,11 @@ def sentence(kind: str, message: str) -> str:
     text = " ".join(re.sub(r"^\d+ validation errors? for \w+\s*", "", message).split())
     text = re.sub(r"\s*\[type=\w+, input_value=.*", "", text)
     text = re.sub(r"^Value error, ", "", text)
-    if len(text) > 600:
-        text = text[:600] + "..."
+    if len(text) > 400:
+        text = text[:400] + "..."
     said = text if len(text.split()) > 3 else f"{kind}: {text}" if text else kind
     if OUT_OF_MEMORY.search(text):
         said += " (inference.gpu_memory_utilization is the share of the GPU that the server takes; "
-        said += "inference.model.max_model_len and inference.max_num_seqs lower what it needs)"
+        said += "inference.kv_cache_memory_gb is the size of its cache; inference.model.max_model_len and "
+        said += "inference.max_num_seqs lower what it needs)"
     return said

@@ -14,12 +14,17 @@ def no_settings_of_the_user(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+class EngineDeadError(Exception):
+    """vLLM's, by its name."""
+
+
 def test_the_first_logged_exception_is_the_cause(tmp_path):
     causes = Causes(tmp_path)
     assert causes.first() is None
     logger = logging.Logger("engine")
     logger.addHandler(RecordCause(str(causes.path)))
     logger.error("no exception")
+    logger.error("the engine is gone", exc_info=EngineDeadError("see above"))
     for error in (ValueError("the model has too many heads"), RuntimeError("see root cause above")):
         try:
             raise error
