@@ -130,7 +130,7 @@ class Load:
         rng = random.Random(index)
         rollout = index
         while True:
-            while not self.policy.fleet.may_assign:
+            while not self.policy.fleet.may_assign(self.policy.version):
                 self._came.clear()
                 await self._came.wait()
             await self._roll(client, rollout, rng.choices(range(1, self.vocab), k=PROMPT_TOKENS))
@@ -138,7 +138,7 @@ class Load:
 
     async def _roll(self, client: httpx.AsyncClient, rollout: int, prompt: list[int]) -> None:
         version, session = self.policy.version, str(rollout)
-        route = Route(servers=self.policy.fleet.assign(rollout, rollout), min_version=version)
+        route = Route(servers=self.policy.fleet.assign(rollout, rollout, version), min_version=version)
         self._routes[session] = route
         try:
             body = generate_body(self.model, prompt, new_tokens=self.new_tokens)

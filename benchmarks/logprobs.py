@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,7 +142,8 @@ def main() -> None:
         return
     device = "cuda" if num_gpus() else "cpu"
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
-    print(f"python {' '.join(sys.argv)}\n{machine()}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends too
+    print(f"python {' '.join(sys.argv)}\n{machine()}", flush=True)
     lines = [["server", "trainer", "tokens", "mean |diff|", "max |diff|", "mismatch KL"]]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -178,6 +180,7 @@ def main() -> None:
                 result = in_process(spec)
                 shown = [f"{result[key]:.2e}" for key in ("mean", "max", "kl")]
                 lines.append([f"{backend} {dtype}", trainer_dtype, f"{result['tokens']:.0f}", *shown])
+                print(*lines[-1], file=sys.stderr, flush=True)
     print(f"\n{aligned(lines)}")
 
 

@@ -71,7 +71,8 @@ def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     work = Workload(**spec["work"])
     side: Embedded | Vllm = {"embedded": Embedded, "vllm": Vllm}[spec["side"]](spec, work)
-    side.run(work.prompts(-1))
+    for number in range(spec["warm_ups"]):
+        side.run(work.prompts(-1 - number))
     print(READY, flush=True)
     for line in sys.stdin:
         prompts = work.prompts(int(line))

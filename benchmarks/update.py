@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from prime_rl.orchestrator.orchestrator import build_policy
 from prime_rl.paths import RunPaths
 from prime_rl.view.bench import aligned
 
-SETTLE_S = 5.0
+SETTLE_S = 3.0
 SAMPLE_S = 0.1
 PROBE_S = 0.002
 WINDOW = 3
@@ -269,15 +270,15 @@ async def _updates(
     updates = []
     for times, seen, version in raw:
         slowest, lost = cost(probe.samples, times["started"], seen + 1.0)
-        updates.append(
-            Update(
-                published_s=times["ended"] - times["started"],
-                served_s=served[version] - times["started"],
-                first_token_s=seen - times["started"],
-                slowest=slowest,
-                lost_s=lost,
-            )
+        update = Update(
+            published_s=times["ended"] - times["started"],
+            served_s=served[version] - times["started"],
+            first_token_s=seen - times["started"],
+            slowest=slowest,
+            lost_s=lost,
         )
+        print(f"weights {version}: {update}", file=sys.stderr, flush=True)
+        updates.append(update)
     return updates
 
 
@@ -325,7 +326,8 @@ def main() -> None:
         return
     device = "cuda" if num_gpus() else "cpu"
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
-    print(f"python {' '.join(sys.argv)}\n{machine()}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends too
+    print(f"python {' '.join(sys.argv)}\n{machine()}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         logs = args.logs or directory / "logs"
