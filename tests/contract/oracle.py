@@ -87,7 +87,14 @@ class Oracle:
 
 
 def across_an_update(
-    old: Oracle, new: Oracle, prompt: Sequence[int], completion: Sequence[int], num_old: int, *, keeps: bool
+    old: Oracle,
+    new: Oracle,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    num_old: int,
+    *,
+    keeps: bool,
+    temperature: float = 1.0,
 ) -> list[float]:
     """Logprobs of a completion whose first `num_old` tokens were sampled with old weights and the rest with new ones.
 
@@ -99,7 +106,7 @@ def across_an_update(
     before = old.logits(ids)[len(prompt) - 1 : -1]
     after = new.continued(old, ids, num_kept if keeps else 0)[len(prompt) - 1 : -1]
     rows = np.concatenate([before[:num_old], after[num_old:]])
-    return [float(log_softmax(row)[token]) for row, token in zip(rows, completion, strict=True)]
+    return [float(log_softmax(row / temperature)[token]) for row, token in zip(rows, completion, strict=True)]
 
 
 def processed(logits: Vector, seen: Sequence[int], sampling: Sampling, banned: Sequence[int] = ()) -> Vector:

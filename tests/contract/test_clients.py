@@ -32,15 +32,6 @@ async def test_the_stock_client_raises_its_own_errors(client, api, server):
             await stranger.models.list()
 
 
-async def test_the_stock_client_streams(client, api):
-    fields = {"model": api.model, "messages": HI, "max_tokens": 10, "seed": 1}
-    whole = await client.chat.completions.create(**fields)
-    async with client.chat.completions.stream(**fields) as stream:
-        async for _ in stream:
-            pass
-        assert (await stream.get_final_completion()).choices[0].message.content == whole.choices[0].message.content
-
-
 @pytest.fixture
 def renderer(tokenizer):
     return create_renderer(tokenizer, Qwen3RendererConfig())

@@ -1,6 +1,7 @@
 """New weights: every tensor arrives and is proven to have, requests go on, and what is not good is refused."""
 
 import asyncio
+import json
 import shutil
 
 import httpx
@@ -107,6 +108,26 @@ async def test_an_update_in_the_middle_of_many_requests(request, oracle, truth, 
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert logprobs == pytest.approx(expected, abs=TOLERANCE)
     assert crossed >= 20, "most requests were running when the weights changed"
+
+
+async def test_every_choice_of_every_prompt_tells_its_own_versions(api, publisher, oracle, truth):
+    directory = publisher.other(1)
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [12] * 30]
+    counted = await api.metric("vllm:generation_tokens_total")
+    fields = {"max_tokens": 300, "n": 3, "seed": 1, "logprobs": 0, "return_token_ids": True, "temperature": 0.8}
+    running = asyncio.create_task(api.complete(prompts, **fields))
+    await api.await_metric("vllm:generation_tokens_total", lambda count: count > counted + 9 * 10)
+    await update(api, directory, 1)
+    answer = await running
+    assert len(answer["versions"]) == len(answer["choices"]) == 9
+    for choice, runs in zip(answer["choices"], answer["versions"], strict=True):
+        tokens = choice["token_ids"]
+        assert sum(count for _, count in runs) == len(tokens)
+        num_old = dict(runs).get(0, 0)
+        prompt = prompts[choice["index"] // 3]
+        expected = across_an_update(truth, oracle(directory), prompt, tokens, num_old, keeps=True, temperature=0.8)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+    assert any(len(runs) == 2 for runs in answer["versions"])
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -231,6 +252,16 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(ap
     tensors = weights(make_tokenizer(), seed=5)
     change(tensors)
     await assert_refused(api, truth, publisher.publish(8, tensors), words)
+
+
+async def test_what_arrives_must_be_what_was_announced(api, publisher, truth):
+    """A marker whose files are whole, and whose checksum of one tensor is another's."""
+    directory = publisher.other(8)
+    marker = json.loads((directory / "STABLE").read_text())
+    name, entry = next(iter(marker["weights"]["tensors"].items()))
+    entry["checksum"] = f"{int(entry['checksum'], 16) ^ 1:016x}"
+    (directory / "STABLE").write_text(json.dumps(marker))
+    await assert_refused(api, truth, directory, name)
 
 
 @pytest.mark.parametrize(
