@@ -92,6 +92,8 @@ class Server:
     client: Client
     state: State = State.DOWN
     instance: str | None = None
+    joined: str | None = None
+    """The instance that was brought up to date last."""
     served: ServedWeights | None = None
     """As it said last."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -119,6 +121,10 @@ def _now() -> float:
 
 def _ignore() -> None:
     return None
+
+
+def _serves(server: Server, version: int) -> bool:
+    return server.state is State.UP and server.served is not None and server.served.version >= version
 
 
 class Fleet:
@@ -158,21 +164,32 @@ class Fleet:
 
     @property
     def down(self) -> frozenset[str]:
-        """Addresses to which no request should be sent."""
+        """Addresses to which no request should be sent.
+
+        While there is nowhere else, a server that only hangs keeps what it has; one that was started again has nothing,
+        and gets nothing before its weights.
+        """
         if self._routers is not None:
             return frozenset()
-        return frozenset(server.name for server in self.servers if server.state is State.DOWN)
+        is_any_up = self.num_up > 0
+        return frozenset(
+            server.name
+            for server in self.servers
+            if server.state is not State.UP and (is_any_up or server.joined != server.instance)
+        )
 
-    @property
-    def may_assign(self) -> bool:
-        """Whether a server that is up serves the target."""
-        return any(map(self._is_current, self.servers))
+    def may_assign(self, version: int) -> bool:
+        """Whether a server that is up serves these weights or newer ones."""
+        return any(_serves(server, version) for server in self.servers)
 
-    def assign(self, rollout: int, group: int) -> tuple[str, ...]:
-        """The addresses for a rollout, the one to begin with first; it counts as its load until `release`."""
+    def assign(self, rollout: int, group: int, version: int) -> tuple[str, ...]:
+        """The addresses for a rollout, the one to begin with first; it counts as its load until `release`.
+
+        `version`: the oldest weights that may sample it.
+        """
         able = self._routers
         if able is None:
-            able = [server.name for server in self.servers if self._is_current(server)]
+            able = [server.name for server in self.servers if _serves(server, version)]
         return self._assignment.assign(rollout, group, able)
 
     def release(self, rollout: int) -> None:
@@ -195,7 +212,7 @@ class Fleet:
             await (asyncio.wait(joins) if wait_for_all else self._first_and_its_like(joins))
             errors = [task.exception() for task in joins if task.done()]
             if error := next((error for error in errors if error is not None), None):
-                if not self.may_assign:
+                if self.num_up == 0:
                     raise error
                 _logger.warning("%s", error)
         finally:
@@ -230,9 +247,9 @@ class Fleet:
                 server.work = asyncio.create_task(self._load_up(server))
         await self._first_and_its_like([server.work for server in asked if server.work is not None])
         refusals = [server.refusal for server in self.servers if server.refusal is not None]
-        if len(refusals) == len(self.servers) and not self.may_assign:
+        if len(refusals) == len(self.servers) and self.num_up == 0:
             raise refusals[0]
-        await self._wait_current()
+        await self._until(self._is_anybody_current)
 
     async def was_disturbed(self, since: float) -> bool:
         """Whether a server was lost or came back after `since`. Looks at all of them, and waits while none is up.
@@ -245,8 +262,11 @@ class Fleet:
                 looked_at = _now()
                 await together(*(self._look(server) for server in self.servers if server.state is State.UP))
                 self._looked_at = looked_at
-        await self._wait_current()
+        await self._until(lambda: self.num_up > 0)
         return since < self._disturbed_at
+
+    def _is_anybody_current(self) -> bool:
+        return any(map(self._is_current, self.servers))
 
     def _is_current(self, server: Server) -> bool:
         return server.state is State.UP and self._serves_target(server)
@@ -283,9 +303,11 @@ class Fleet:
             if server.state is State.UP and served != server.served:
                 self.lose(server, f"it serves weights {served.version} that it was not given")
             server.served = served
-        if server.state is State.DOWN and _now() >= server.retry_at:
-            server.state = State.JOINING
-            server.work = asyncio.create_task(self._join(server))
+        if server.state is not State.DOWN or _now() < server.retry_at:
+            return
+        server.state = State.JOINING
+        server.work = asyncio.create_task(self._join(server))
+        self._note_change()
 
     def lose(self, server: Server, reason: str) -> None:
         """Nothing more is given to it, and what is being given to it is given up."""
@@ -349,6 +371,7 @@ class Fleet:
 
     def _come_up(self, server: Server) -> None:
         server.state, server.trouble, server.refusal = State.UP, "", None
+        server.joined = server.instance
         self._disturbed_at = _now()
         self._outage_since = None
         self._note_change()
@@ -389,14 +412,14 @@ class Fleet:
         """Until all have ended; those that need much longer than the first to succeed are not waited for."""
         started = _now()
         pending = set(loads)
-        while pending and not self.may_assign:
+        while pending and not self._is_anybody_current():
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
             took = _now() - started
             await asyncio.wait(pending, timeout=max(STRAGGLER_S, took))
 
-    async def _wait_current(self) -> None:
-        while not self.may_assign:
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             self._changed.clear()
             await self._changed.wait()
 

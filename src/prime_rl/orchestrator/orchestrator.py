@@ -190,7 +190,7 @@ class Orchestrator:
     async def _dispatch(self) -> None:
         while True:
             self._may_dispatch.clear()
-            while self._fleet.may_assign:
+            while self._fleet.may_assign(self._scheduler.version):
                 dispatch = self._scheduler.next_dispatch(self._source.next)
                 if dispatch is None:
                     break
@@ -247,7 +247,7 @@ class Orchestrator:
             sampling=sampling_args(self._config.sampling, rollout_id=dispatch.rollout_id),
             version=dispatch.version,
             timeout_s=self._config.rollout_timeout,
-            servers=self._fleet.assign(dispatch.rollout_id, dispatch.group),
+            servers=self._fleet.assign(dispatch.rollout_id, dispatch.group, dispatch.version),
         )
 
     def _unfit(self, rollout: Rollout, at_dispatch: int) -> Failure | None:

@@ -107,7 +107,7 @@ class Run:
     async def dispatch(self):
         while True:
             self.changed.clear()
-            while self.fleet.may_assign:
+            while self.fleet.may_assign(self.scheduler.version):
                 dispatch = self.scheduler.next_dispatch(lambda: Example(env="e", index=next(self.examples)))
                 if dispatch is None:
                     break
@@ -117,7 +117,7 @@ class Run:
     async def roll(self, dispatch: Dispatch):
         began = asyncio.get_running_loop().time()
         session = str(dispatch.rollout_id)
-        servers = self.fleet.assign(dispatch.rollout_id, dispatch.group)
+        servers = self.fleet.assign(dispatch.rollout_id, dispatch.group, dispatch.version)
         first = next(server for server in self.servers if server.base_url == servers[0])
         assert not first.is_alive or first.version >= dispatch.version or not self.fleet_knows(first), (
             "stale assignment"
@@ -212,10 +212,10 @@ def test_work_is_shared_and_a_group_stays_together():
         servers = servers_of(3)
         fleet = fleet_of(servers)
         await fleet.start(Target(), 10.0)
-        homes = [[fleet.assign(10 * group + index, group)[0] for index in range(4)] for group in range(6)]
+        homes = [[fleet.assign(10 * group + index, group, 0)[0] for index in range(4)] for group in range(6)]
         assert all(len(set(home)) == 1 for home in homes)
         assert sorted([home[0] for home in homes].count(server.base_url) for server in servers) == [2, 2, 2]
-        assert len(fleet.assign(100, 0)) == 3, "all of them, in case the first is lost"
+        assert len(fleet.assign(100, 0, 0)) == 3, "all of them, in case the first is lost"
 
     simulate(main())
 
@@ -234,7 +234,7 @@ def test_a_dead_server_is_noticed_at_its_next_probe_and_a_hung_one_after_two():
             began = asyncio.get_running_loop().time()
             servers[1].hang()
             assert 9 < await until(lambda: servers[1].base_url in fleet.down) - began < 11.5
-            assert [fleet.assign(n, n)[0] for n in range(4)] == [servers[2].base_url] * 4
+            assert [fleet.assign(n, n, 0)[0] for n in range(4)] == [servers[2].base_url] * 4
 
         await run_beside(fleet, watch())
         assert [event.partition(": ")[0].rpartition(" ")[0] for event in events] == [
@@ -259,7 +259,7 @@ def test_a_server_that_comes_back_gets_the_current_weights_before_it_is_assigned
             back = asyncio.get_running_loop().time()
             await until(lambda: fleet.servers[0].state is State.JOINING)
             assert not fleet._is_current(fleet.servers[0])
-            assert fleet.assign(1, 1)[0] == servers[1].base_url
+            assert fleet.assign(1, 1, 3)[0] == servers[1].base_url
             assert await until(lambda: fleet.num_up == 2) - back < 6
             assert servers[0].version == 3
 
@@ -413,8 +413,51 @@ def test_behind_a_router_the_servers_are_watched_and_rollouts_go_to_the_router()
         async def watch():
             servers[0].die()
             await until(lambda: fleet.num_up == 1)
-            assert fleet.assign(1, 1) == ("http://router:8000/v1",)
+            assert fleet.assign(1, 1, 0) == ("http://router:8000/v1",)
             assert fleet.down == frozenset()
+
+        await run_beside(fleet, watch())
+
+    simulate(main())
+
+
+def test_while_weights_are_loaded_rollouts_go_on_being_dispatched_with_those_before():
+    async def main():
+        servers = servers_of(2)
+        for server in servers:
+            server.update_s = (5.0, 5.0)
+        fleet = fleet_of(servers)
+        await fleet.start(Target(), 10.0)
+
+        async def watch():
+            updating = asyncio.create_task(fleet.update(weights(1)))
+            await asyncio.sleep(1)
+            assert fleet.may_assign(0)
+            assert not fleet.may_assign(1)
+            await updating
+            assert fleet.may_assign(1)
+
+        await run_beside(fleet, watch())
+
+    simulate(main())
+
+
+def test_a_hung_server_keeps_what_it_has_while_there_is_nowhere_else_to_send_it():
+    async def main():
+        servers = servers_of(2)
+        fleet = fleet_of(servers)
+        await fleet.start(Target(), 10.0)
+
+        async def watch():
+            servers[0].hang()
+            await until(lambda: fleet.num_up == 1)
+            assert fleet.down == {servers[0].base_url}
+            servers[1].die()
+            await until(lambda: fleet.num_up == 0)
+            assert fleet.down == frozenset()
+            servers[1].come_back()
+            await until(lambda: fleet.num_up == 1)
+            assert fleet.down == {servers[0].base_url}
 
         await run_beside(fleet, watch())
 

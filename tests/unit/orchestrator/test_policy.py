@@ -157,5 +157,5 @@ async def test_where_nothing_may_be_reloaded_a_server_of_another_run_is_refused(
 async def test_a_measurement_takes_the_weights_that_are_served(fleet, inference, tmp_path):
     inference.version, inference.digest = 3, "ab"
     await Policy(fleet, tmp_path / "weights").start(5.0, adopt=True)
-    assert fleet.may_assign
+    assert fleet.may_assign(3)
     assert (inference.num_reloads, inference.updates) == (0, [])
