@@ -120,7 +120,7 @@ class BroadcastPublisher:
     def publish(self, step: int) -> None:
         """Raises: DeadlineExceeded when the orchestrator does not react, ArtifactError when the disk refuses."""
         if self._files.is_milestone(step) or not (self._is_connected() and self._is_sent(step)):
-            self._leave_if_given_up()
+            self._leave_if_given_up(step)
             self._files.publish(step)
 
     def _is_connected(self) -> bool:
@@ -137,14 +137,15 @@ class BroadcastPublisher:
         try:
             call()
         except (InferenceError, DeadlineExceeded) as error:
+            _logger.warning("Weights cannot be sent over NCCL: %s", error)
             broadcasts.fall_back(self._root, str(error))
         return not self._is_given_up()
 
-    def _leave_if_given_up(self) -> None:
+    def _leave_if_given_up(self, step: int) -> None:
         reason = broadcasts.fallback_reason(self._root)
         if reason is not None and not self._has_left:
             self._has_left = True
-            _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
+            _logger.info("Weights are files from step %d on, not sent over NCCL: %s", step, reason)
             self._sender.close()
 
     def _is_given_up(self) -> bool:

@@ -3,13 +3,14 @@
     trainer, rank 0 --broadcast of buffers in which tensors lie one after the other--> ranks 1, 2, ...: vLLM's workers
 
 The receiver is vLLM's own weight-transfer engine (`inference.vllm.transfer`), and the sender packs with vLLM's own
-producer, so that both ends cut the tensors into buffers alike. vllm, which is an extra and takes seconds to import, is
+function, so that both ends cut the tensors into buffers alike. vllm, which is an extra and takes seconds to import, is
 imported where it is used.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -70,6 +71,7 @@ class NcclSender:
         self._device = device
         self._timeout = timeout
         self._group: Any = None
+        self._streams: list[torch.cuda.Stream] = []
         self._opening = _Call(self._form, "nccl-open")
 
     def open(self, stopped: Stopped) -> None:
@@ -94,24 +96,30 @@ class NcclSender:
                 host=self._host, port=self._port, rank=0, world_size=self._world_size, store_timeout=int(self._timeout)
             )
             group = PyNcclCommunicator(store, device=torch.cuda.current_device())
+            self._streams = [torch.cuda.Stream() for _ in range(NUM_BUFFERS)]  # type: ignore[no-untyped-call]
         if not group.available:
             raise InferenceError("vLLM finds no NCCL library (VLLM_NCCL_SO_PATH names one)")
         self._group = group
 
     def _send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer  # noqa: PLC0415
+        """As vLLM's `packed_nccl_broadcast_producer`, but with streams that stay: memory that was allocated on a stream
+        is reused on that stream alone, and vLLM 0.26 takes new ones at each send."""
+        from vllm.distributed.weight_transfer.packed_tensor import pack_tensors  # noqa: PLC0415
 
+        pairs = iter(tensors.items())
+        in_flight: list[Any] = [None] * NUM_BUFFERS
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # the producer's streams do not wait for whoever computed the tensors
-            packed_nccl_broadcast_producer(
-                iterator=iter(tensors.items()),
-                group=self._group,
-                src=0,
-                post_iter_func=lambda pair: pair[1],
-                buffer_size_bytes=BUFFER_BYTES,
-                num_buffers=NUM_BUFFERS,
-            )
-            torch.cuda.synchronize()  # vLLM 0.26 returns before the last buffer has left
+            torch.cuda.synchronize()  # the streams do not wait for whoever computed the tensors
+            for index in itertools.cycle(range(NUM_BUFFERS)):
+                stream = self._streams[index]
+                stream.synchronize()
+                in_flight[index] = None  # has left
+                with torch.cuda.stream(stream):
+                    in_flight[index] = pack_tensors(pairs, lambda pair: pair[1], BUFFER_BYTES)
+                    if in_flight[index] is None:
+                        break
+                    self._group.broadcast(in_flight[index].packed_tensor, src=0, stream=stream)
+            torch.cuda.synchronize()
 
 
 class _Call:
