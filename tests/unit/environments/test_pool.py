@@ -196,6 +196,19 @@ async def test_a_worker_that_ends_while_it_loads_is_told_with_its_log(tmp_path):
             raise AssertionError("the pool was handed out")
 
 
+async def test_lost_servers_are_told_to_every_worker_and_to_those_that_come_after(tmp_path):
+    def told(number):
+        return (tmp_path / f"scripted-{number}.log").read_text()
+
+    async with pool_over(spec_of("exit", 0.1), tmp_path, num_workers=2) as pool:
+        pool.avoid(frozenset({"http://a/v1"}))
+        await until(lambda: all("avoiding ['http://a/v1']" in told(number) for number in (0, 1)))
+        await pool.run(request_of(0))
+        await until(lambda: told(0).count("avoiding ['http://a/v1']") + told(1).count("avoiding") == 3)
+        pool.avoid(frozenset())
+        await until(lambda: all("avoiding []" in told(number) for number in (0, 1)))
+
+
 async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocked(tmp_path):
     program = textwrap.dedent(f"""
         import asyncio, pathlib
@@ -225,9 +238,11 @@ async def test_workers_end_when_their_parent_is_killed_even_when_they_are_blocke
 
 def test_a_worker_is_told_what_the_configuration_says():
     client = ClientConfig(base_url="http://h:1/v1", api_key_var="KEY", headers={"a": "b"}, timeout=7)
+    client = client.model_copy(update={"base_url": ("http://h:1/v1", "http://i:1/v1")})
     log = LogConfig(level="debug", vf_level="info", json_logging=True)
     env = EnvConfig(id="sums", name="mine", args={"n": 3}, api="v1")
-    assert environment_spec(env, client=client, model="m", log=log) == EnvironmentSpec(
-        id="sums", label="mine", args={"n": 3}, api="v1", base_urls=("http://h:1/v1",), model="m", api_key_var="KEY",
-        headers={"a": "b"}, request_timeout_s=7, log_level="debug", library_log_level="info", logs_json=True,
+    assert environment_spec(env, client=client, model="m", log=log, retry_s=9) == EnvironmentSpec(
+        id="sums", label="mine", args={"n": 3}, api="v1", base_urls=("http://h:1/v1", "http://i:1/v1"), model="m",
+        api_key_var="KEY", headers={"a": "b"}, request_timeout_s=7, retry_s=9,
+        log_level="debug", library_log_level="info", logs_json=True,
     )  # fmt: skip

@@ -68,6 +68,21 @@ def test_the_model_and_each_step_are_evaluated_on_held_out_texts_and_shown(confi
         run(config)
 
 
+async def test_a_server_that_another_run_left_its_weights_in_is_measured_with_its_own_model(config_of, inference):
+    inference.version, inference.digest = 7, "ab"
+    inference.reply = lambda text: text[::-1] if inference.version == 0 else "?"
+    (report,) = await evaluate(config_of())
+    assert (report.step, report.avg, inference.num_reloads) == (0, 1.0, 1)
+
+
+async def test_several_servers_are_all_given_the_weights(config_of, inference, tmp_path, unused_tcp_port):
+    publish_number(tmp_path / "weights", 3)
+    with running_inference(tmp_path / "model", unused_tcp_port) as (other, _):
+        client = {"base_url": [inference.base_url, other.base_url]}
+        await evaluate(config_of(client=client, weights_dir=tmp_path / "weights"))
+        assert [inference.updates, other.updates] == [[(str(tmp_path / "weights" / "step_3"), 3)]] * 2
+
+
 async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(config_of, inference):
     inference.fault = lambda text, number: JSONResponse({"error": {"message": "no"}}, 500) if number <= 3 else None
     (report,) = await evaluate(config_of())
