@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     service.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
         raise HttpError("top_logprobs needs logprobs=true", param="top_logprobs")
-    prompt_ids = checked_prompt(render(service, body), service.limits, param="messages")
+    prompt_ids = checked_prompt(await render(service, body), service.limits, param="messages")
     asked = body.max_completion_tokens or body.max_tokens
     room = service.limits.max_model_len - len(prompt_ids)
     parsers = [_parser(service, body, prompt_ids) for _ in range(num_choices(body))]
@@ -65,8 +65,8 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-def render(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
-    """The prompt of a conversation."""
+async def render(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
+    """The token ids of a conversation."""
     arguments = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
@@ -76,9 +76,10 @@ def render(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
     )
     try:
         messages, tools = template_messages(body.messages or []), template_tools(body.tools or [])
-        return service.tokenizer.render_chat(messages, tools, arguments)
+        prompt = service.tokenizer.render_chat(messages, tools, arguments)
     except ChatTemplateError as error:
         raise HttpError(str(error), param="messages") from error
+    return await service.tokenizer.encode_aside(prompt, add_special_tokens=False)
 
 
 def _parser(service: Service, body: ChatRequest, prompt_ids: list[int]) -> ReplyParser | None:

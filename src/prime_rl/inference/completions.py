@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from starlette.requests import Request
@@ -31,7 +32,7 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     if body.max_tokens == 0 and not body.echo:
         raise HttpError("max_tokens must be at least 1 without echo", param="max_tokens")
-    prompts = _prompts(service, body)
+    prompts = await _prompts(service, body)
     scores = body.prompt_logprobs
     if scores is None and body.echo:
         scores = body.logprobs
@@ -65,7 +66,7 @@ def _max_tokens(body: CompletionRequest, default: int) -> int:
     return default if body.max_tokens is None else max(body.max_tokens, 1)
 
 
-def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     prompt = body.prompt
     if not prompt:
         raise HttpError("the prompt is empty", param="prompt")
@@ -74,12 +75,9 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     else:
         prompts = cast(list[str | list[int]], prompt)
     num_choices(body, len(prompts))
+    encode = partial(service.tokenizer.encode_aside, add_special_tokens=body.add_special_tokens)
     return [
-        checked_prompt(
-            service.tokenizer.encode(one, add_special_tokens=body.add_special_tokens) if isinstance(one, str) else one,
-            service.limits,
-            param="prompt",
-        )
+        checked_prompt(await encode(one) if isinstance(one, str) else one, service.limits, param="prompt")
         for one in prompts
     ]
 

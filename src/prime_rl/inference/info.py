@@ -34,9 +34,10 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise HttpError("give either prompt or messages", param="prompt")
     if body.prompt is None:
-        ids = render(service, body)
+        ids = await render(service, body)
     else:
-        ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        add_special_tokens = body.add_special_tokens is not False
+        ids = await service.tokenizer.encode_aside(body.prompt, add_special_tokens=add_special_tokens)
     strings = [service.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
     return json_response(
         {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids, "token_strs": strings}

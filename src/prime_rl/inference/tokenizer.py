@@ -1,5 +1,6 @@
 """Text to token ids and back. The engine knows token ids only; the model's tokenizer is known here."""
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from prime_rl.errors import ModelError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A directory with none of these has no tokenizer; transformers makes an empty one for it and says nothing."""
+
+LONG_TEXT = 8192
+"""Characters from which on a text is encoded beside the event loop; it takes some milliseconds."""
 
 RESERVED_TEMPLATE_KEYS = frozenset(
     {
@@ -71,6 +75,12 @@ class TextTokenizer:
         """The token ids of a text."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
+    async def encode_aside(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """`encode`; of a long text in a thread, so that the event loop goes on meanwhile."""
+        if len(text) < LONG_TEXT:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -98,8 +108,11 @@ class TextTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
-    ) -> list[int]:
-        """The token ids of a conversation by the model's chat template; ChatTemplateError says why there are none."""
+    ) -> str:
+        """The prompt of a conversation by the model's chat template; ChatTemplateError says why there is none.
+
+        Its special tokens are spelled out: none are to be added when it is encoded.
+        """
         if not self._tokenizer.chat_template:
             raise ChatTemplateError(
                 "this model's tokenizer has no chat template, so it cannot take messages: "
@@ -110,7 +123,7 @@ class TextTokenizer:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
         render: Callable[..., Any] = self._tokenizer.apply_chat_template
         try:
-            text = render(
+            text: str = render(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
@@ -123,7 +136,7 @@ class TextTokenizer:
             raise ChatTemplateError(
                 f"the chat template cannot render these messages ({type(error).__name__}: {error})"
             ) from error
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._core.id_to_token(token_id)

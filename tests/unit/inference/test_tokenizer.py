@@ -1,9 +1,10 @@
 import json
+import threading
 
 import pytest
 
 from prime_rl.errors import ModelError
-from prime_rl.inference.tokenizer import ChatTemplateError, TextTokenizer
+from prime_rl.inference.tokenizer import LONG_TEXT, ChatTemplateError, TextTokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -21,14 +22,13 @@ def test_an_id_that_the_tokenizer_lacks_has_no_bytes(tokenizer):
 
 
 def test_chat_is_rendered_by_the_template(tokenizer):
-    ids = tokenizer.render_chat([USER], None, {"add_generation_prompt": True})
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = tokenizer.render_chat([USER], None, {"add_generation_prompt": True})
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_tools_reach_the_template(tokenizer):
-    ids = tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "look"}}], {})
-    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("[look]<|im_start|>")
+    text = tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "look"}}], {})
+    assert text.startswith("[look]<|im_start|>")
 
 
 def test_a_tokenizer_without_template_says_so(templateless):
@@ -61,3 +61,18 @@ def test_a_directory_without_tokenizer_is_a_model_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(ModelError, match="no usable tokenizer"):
         TextTokenizer.load(tmp_path)
+
+
+async def test_a_long_text_is_encoded_while_the_event_loop_goes_on(tokenizer, monkeypatch):
+    threads = []
+    encode = tokenizer.encode
+
+    def noted(text, *, add_special_tokens):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    short = await tokenizer.encode_aside("hello", add_special_tokens=False)
+    long = await tokenizer.encode_aside("hello" * LONG_TEXT, add_special_tokens=False)
+    assert long == short * LONG_TEXT
+    assert threads == [True, False]
