@@ -6,9 +6,10 @@ Plain ASGI, so that both backends use the same: in front of our own application,
 import hmac
 from collections.abc import Callable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prime_rl.inference.http import error_response
+from prime_rl.inference.http import MAX_BODY_BYTES, error_response
 from prime_rl.transport.api import MIN_VERSION_HEADER
 
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/generate"})
@@ -69,6 +70,58 @@ class MinVersion:
             await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses (413) a request whose body is larger than `http.MAX_BODY_BYTES`, before anything is done with it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = _header(scope, b"content-length")
+        if length is not None and length.isdigit():  # the protocol sees to it that the body is not longer
+            if int(length) > self._max_bytes:
+                await self._refuse(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+            return
+        counted = _Counted(receive, send, self._max_bytes)
+        try:
+            await self._app(scope, counted.receive, counted.send)
+        except ClientDisconnect:
+            if not counted.is_over:
+                raise
+        if counted.is_over:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = error_response(f"the request body is larger than {self._max_bytes >> 20} MiB", status=413)
+        await answer(scope, receive, send)
+
+
+class _Counted:
+    """A body of unknown length: past the limit, the application sees a client that has gone, and is not listened to."""
+
+    def __init__(self, receive: Receive, send: Send, max_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._left = max_bytes
+        self.is_over = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        self.is_over = self.is_over or self._left < 0
+        return {"type": "http.disconnect"} if self.is_over else message
+
+    async def send(self, message: Message) -> None:
+        if not self.is_over:
+            await self._send(message)
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

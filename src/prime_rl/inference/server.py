@@ -82,6 +82,11 @@ def choose_backend(config: InferenceConfig) -> BackendName:
         raise ConfigError("backend = 'vllm', and vLLM is not installed: pip install 'prime-rl[vllm]'")
     if wants_vllm:
         return "vllm"
+    if config.weight_broadcast.type == "nccl":
+        raise ConfigError(
+            "weight_broadcast.type = 'nccl' needs vLLM, and the embedded engine would serve "
+            f"(backend = {config.backend!r}): {_way_to_vllm(config, is_installed)} (auto and filesystem work)"
+        )
     for key, neutral in ONLY_VLLM.items():
         if (value := _value(config, key)) != neutral:
             raise ConfigError(

@@ -1,12 +1,13 @@
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from prime_rl.inference.gate import BearerKey, MinVersion
+from prime_rl.inference.gate import BearerKey, BodyLimit, MinVersion
 from prime_rl.transport.api import MIN_VERSION_HEADER, ErrorResponse
 
 GENERATE = "/inference/v1/generate"
@@ -76,3 +77,31 @@ async def test_a_version_that_is_no_number_is_a_400(asked):
         answer = await client.post(GENERATE, headers={MIN_VERSION_HEADER: asked})
     assert answer.status_code == 400
     assert MIN_VERSION_HEADER in answer.json()["error"]["message"]
+
+
+async def swallow(scope, receive, send):
+    """An application that reads the whole body and answers with its length."""
+    length = 0
+    while (message := await receive())["type"] == "http.request":
+        length += len(message["body"])
+        if not message["more_body"]:
+            break
+    else:
+        raise ClientDisconnect
+    await PlainTextResponse(str(length))(scope, receive, send)
+
+
+async def pieces(size):
+    for _ in range(size):
+        yield b"x" * 1024
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+async def test_a_body_within_the_limit_passes_and_a_larger_one_is_refused(in_pieces):
+    app = BodyLimit(swallow, max_bytes=2**20)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        whole = await client.post("/", content=pieces(1024) if in_pieces else b"x" * 2**20)
+        assert (whole.status_code, whole.text) == (200, str(2**20))
+        larger = await client.post("/", content=pieces(1025) if in_pieces else b"x" * (2**20 + 1))
+    assert larger.status_code == 413
+    assert larger.json()["error"]["message"] == "the request body is larger than 1 MiB"

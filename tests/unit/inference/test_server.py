@@ -118,6 +118,7 @@ def test_asking_for_vllm_where_it_is_not_installed_says_how_to_install_it(machin
         ({"kv_cache_offload": {}}, "kv_cache_offload = "),
         ({"model": {"rope_scaling": {"type": "linear"}}}, "model.rope_scaling = "),
         ({"enable_expert_parallel": True}, "enable_expert_parallel = True"),
+        ({"weight_broadcast": {"type": "nccl"}}, "weight_broadcast.type = 'nccl'"),
         ({"vllm": {"quantization": "fp8"}}, "vllm = {'quantization': 'fp8'}"),
     ],
 )

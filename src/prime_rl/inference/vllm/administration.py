@@ -176,7 +176,6 @@ class VLLMAdministration:
                 f"{directory} is an adapter of the model that the server was started with, and other full weights are "
                 "served: POST /reload_weights first"
             )
-        lora.read_config(directory)
 
     async def _swap(self, source: dict[str, Any], digest: str | None, version: int) -> str:
         """Have the workers load, with nothing running; the digest of what arrived."""
@@ -206,6 +205,7 @@ class VLLMAdministration:
 
     async def _use_adapter(self, update: _Update, version: int) -> ServedWeights:
         loaded = await asyncio.to_thread(load_weights, update.directory)
+        lora.factors_of(lora.read_config(update.directory), loaded.tensors)  # vLLM believes the config's rank
         self._num_adapters += 1
         name = f"{self.instance}-{self._num_adapters}"  # part of the names of cached prefixes, so used once only
         adapter = LoRARequest(lora_name=name, lora_int_id=self._num_adapters, lora_path=str(update.directory))

@@ -1,6 +1,6 @@
 """vLLM's own OpenAI server, built from its parts, with our routes and gates in front.
 
-BearerKey > OlderNames > MinVersion > SayVersions > (our admin routes, then all of vLLM's) > VersionedLLM
+BearerKey > BodyLimit > OlderNames > MinVersion > SayVersions > (our admin routes, then all of vLLM's) > VersionedLLM
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from prometheus_client import Gauge
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from vllm.utils.system_utils import set_ulimit
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, ModelError
 from prime_rl.inference import admin
-from prime_rl.inference.gate import BearerKey, MinVersion
+from prime_rl.inference.gate import BearerKey, BodyLimit, MinVersion
 from prime_rl.inference.http import error_response
 from prime_rl.inference.http_server import Server, say_where, serve_until_stopped
 from prime_rl.inference.vllm import compat
@@ -60,6 +61,7 @@ async def serve(
             engine, first=model_dir, recompute=config.kv_cache_on_update == "recompute", causes=causes
         )
         app = await build_app(args, engine, administration)
+        _tell_version(administration, config.model.name)
 
         async def close() -> None:
             administration.is_stopping = True
@@ -139,6 +141,9 @@ async def build_app(args: Namespace, engine: VersionedLLM, administration: VLLMA
     app = compat.build_app(args, tasks, engine.model_config)
     await compat.init_app_state(engine, app.state, args, tasks)
     app.state.administration = administration
+    # Beside vLLM's own metrics, in the registry that its /metrics shows; the embedded server has the same one.
+    version = Gauge("prime_rl:weights_version", "Version of the weights in use.", ["model_name"])
+    version.labels(model_name=args.served_model_name[0]).set_function(lambda: administration.served().version)
     app.router.routes[:0] = admin.routes()
     app.add_exception_handler(HTTPException, _on_http_exception)
     # vLLM's own has built it already, for the sake of a cloud's hooks, so it knows nothing of the new handler.
@@ -149,7 +154,7 @@ async def build_app(args: Namespace, engine: VersionedLLM, administration: VLLMA
 def gated(app: ASGIApp, administration: VLLMAdministration, api_key: str | None) -> ASGIApp:
     """The application behind what a request must pass."""
     saying = SayVersions(app, administration.unavailable)
-    inner = OlderNames(MinVersion(saying, served=lambda: administration.served().version))
+    inner = BodyLimit(OlderNames(MinVersion(saying, served=lambda: administration.served().version)))
     return inner if api_key is None else BearerKey(inner, api_key)
 
 
@@ -157,4 +162,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """An unknown path or method, in the form of every other error."""
     assert isinstance(error, HTTPException)
     message = error.detail if isinstance(error.detail, str) else str(error.detail)
-    return error_response(f"{request.method} {request.url.path}: {message}", status=error.status_code)
+    answer = error_response(f"{request.method} {request.url.path}: {message}", status=error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer

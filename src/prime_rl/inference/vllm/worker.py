@@ -7,13 +7,16 @@ registers our weight-transfer engine: vLLM has no other moment for it.
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from prime_rl.errors import InferenceError
-from prime_rl.inference.vllm import transfer
+from prime_rl.inference.vllm import cpu_lora, transfer
 from prime_rl.inference.vllm.served import served_tensors, without_adapters
 from prime_rl.transport.checksum import combined, entries
 
 transfer.register()
+if current_platform.is_cpu():
+    cpu_lora.patch()
 
 MAX_NAMED = 3
 """Parameters that an error names."""
