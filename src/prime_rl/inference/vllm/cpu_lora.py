@@ -1,9 +1,9 @@
 """vLLM's LoRA on CPUs, so that a request without an adapter is computed without one.
 
-Its kernels in torch take the adapter of row i by `weights[index[i]]`. A row without an adapter has the index -1, so that
-beside rows with one it is given the last adapter there is (`vllm/lora/ops/torch_ops/lora_ops.py`, 0.26 to 0.29; the
-kernels for GPUs look for -1). Requests in flight when the first adapter comes are such rows: their tokens would not be
-of the weights that the server says.
+Its kernels in torch take the adapter of row i by `weights[index[i]]`. A row without an adapter has the index -1, so
+that beside rows with one it is given the last adapter there is (`vllm/lora/ops/torch_ops/lora_ops.py`, 0.26 to 0.29;
+the kernels for GPUs look for -1). Requests in flight when the first adapter comes are such rows: their tokens would not
+be of the weights that the server says.
 
 To be removed when `bgmv_shrink` leaves rows of index -1 without an effect; `tests/contract/test_adapters.py` tells.
 """
@@ -22,7 +22,8 @@ PLACES = (
 
 def patch() -> None:
     """Mend the kernel in this process. To be called before a model is loaded."""
-    original = importlib.import_module(PLACES[0]).bgmv_shrink
+    modules: list[Any] = [importlib.import_module(name) for name in PLACES]
+    original = modules[0].bgmv_shrink
 
     @functools.wraps(original)
     def bgmv_shrink(
@@ -32,7 +33,6 @@ def patch() -> None:
         without = (lora_indices_tensor < 0).expand(len(output_tensor))
         output_tensor[without] = 0  # what the second matrix makes of zeros is added to the output
 
-    for name in PLACES:
-        module = importlib.import_module(name)
-        assert hasattr(module, "bgmv_shrink"), f"{name} has no bgmv_shrink any more"
+    for module in modules:
+        assert module.bgmv_shrink is original, f"{module.__name__} has another bgmv_shrink"
         module.bgmv_shrink = bgmv_shrink

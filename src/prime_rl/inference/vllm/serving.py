@@ -61,7 +61,6 @@ async def serve(
             engine, first=model_dir, recompute=config.kv_cache_on_update == "recompute", causes=causes
         )
         app = await build_app(args, engine, administration)
-        _tell_version(administration, config.model.name)
 
         async def close() -> None:
             administration.is_stopping = True
