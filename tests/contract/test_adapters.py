@@ -104,6 +104,7 @@ async def test_full_weights_and_adapters_may_follow_each_other(second_api, adapt
     full = second_publisher.other(2)
     await second_api.post("/update_weights", weight_dir=str(full), version=2)
     await assert_serves(second_api, oracle(full), 2)
+    await second_api.post("/reload_weights")
     await second_api.post("/update_weights", weight_dir=str(directory), version=3)
     await assert_serves(second_api, first, 3)
 
