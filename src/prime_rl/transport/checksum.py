@@ -23,7 +23,7 @@ from prime_rl.transport.manifest import TensorEntry
 
 OFFSET: Final = 0x9E3779B1
 _CPU_CHUNK: Final = 1 << 17  # words; as 64-bit ones they stay in the processor's cache
-_GPU_CHUNK: Final = 1 << 24
+_GPU_CHUNK: Final = 1 << 22  # 100 MB of memory beside the tensor, which a server near its limit must have left
 _WORDS: Final = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
