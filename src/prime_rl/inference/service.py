@@ -177,8 +177,8 @@ class Service:
         self, shape: Shape, choices: list[Choice], num_prompt_tokens: int, options: StreamOptions
     ) -> AsyncGenerator[Json, None]:
         num_sampled = 0
-        for chunk in shape.opening():
-            yield chunk
+        for opening in shape.opening():
+            yield opening
         async with aclosing(self.generator.sample(choices)) as deltas:
             async for delta in deltas:
                 num_sampled += len(delta.tokens)
