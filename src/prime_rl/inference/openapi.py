@@ -51,10 +51,9 @@ async def openapi(request: Request) -> Response:
 
 def document(routes: Iterable[Route]) -> dict[str, Any]:
     """The OpenAPI document of some routes."""
-    models = dict.fromkeys(model for pair in MESSAGES.values() for model in pair if model is not None)
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in (*models, ErrorResponse)], ref_template=TEMPLATE
-    )
+    models: list[type[BaseModel]] = [ErrorResponse]
+    models += dict.fromkeys(model for pair in MESSAGES.values() for model in pair if model is not None)
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=TEMPLATE)
     return {
         "openapi": "3.1.0",
         "info": {"title": "prime-rl inference", "version": "1"},
