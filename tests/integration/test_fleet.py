@@ -161,7 +161,7 @@ def test_a_server_that_lives_on_begins_every_run_with_the_model_that_it_was_star
             ),
             steps=3,
         )
-        assert run.process.wait(60) == 0, run.process.communicate()
+        assert run.process.wait(150) == 0, run.process.communicate()
         run.paths = type(run.paths)(tmp_path / f"run{number}")
         found = rollouts(run)
         assert [row["versions"] for row in found] == [[row["step"]] * 2 for row in found]
