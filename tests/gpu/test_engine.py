@@ -92,7 +92,8 @@ def ids(results: list[list[TokenOutput]]) -> list[list[int]]:
 def assert_same_draws(actual: list[list[TokenOutput]], expected: list[list[TokenOutput]], *, partings: int) -> None:
     """Equal tokens and logprobs, but for a few rows that may part where a draw falls within float noise of a boundary.
 
-    There the two tokens are neighbours in the vocabulary, or nearly: what lies between has no probability to speak of.
+    There the two tokens are neighbours in the vocabulary, or nearly (what lies between has no probability to speak of),
+    or two that are equally likely, of which greedy rows take either.
     (On the CPU, the C kernel and PyTorch part as often: one row of 14 at temperature 0.6.)
     """
     parted = 0
@@ -102,7 +103,8 @@ def assert_same_draws(actual: list[list[TokenOutput]], expected: list[list[Token
         assert [o.logprob for o, _ in pairs[:same]] == pytest.approx([p.logprob for _, p in pairs[:same]], abs=1e-3)
         if same < len(pairs):
             parted += 1
-            assert abs(pairs[same][0].token_id - pairs[same][1].token_id) <= 20, pairs[same]
+            o, p = pairs[same]
+            assert abs(o.token_id - p.token_id) <= 20 or o.logprob == pytest.approx(p.logprob, abs=1e-3), (o, p)
     assert parted <= partings
 
 

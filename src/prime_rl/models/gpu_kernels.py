@@ -9,7 +9,6 @@ Triton comes with PyTorch's CUDA builds; import this module only where there is 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
 # ruff: noqa: PLR0913, PLR0917 (a kernel is told of its memory and sizes one by one)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -158,8 +157,3 @@ def silu_mul(wide_TF: Tensor, out_TF: Tensor) -> None:
     inner = out_TF.shape[1]
     width = min(power_of_2(inner), 1024)
     _silu_mul[(len(out_TF), triton.cdiv(inner, width))](wide_TF, out_TF, INNER=inner, WIDTH=width, num_warps=4)
-
-
-def is_available() -> bool:
-    """Whether the kernels can run here."""
-    return torch.cuda.is_available()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.engine.gpu_edits import Tops, redraw
+from prime_rl.inference.engine.gpu_memory import explained
 from prime_rl.inference.engine.graphs import Graphs, batch_sizes
 from prime_rl.inference.engine.runner import Launched, score_prompts
 from prime_rl.inference.engine.sampler import Sampled, uniform
@@ -104,6 +105,10 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> Launched:
         """Queue the computation of all chunks; nothing here waits for the GPU."""
+        with explained("computing a step"):
+            return self._launch(chunks)
+
+    def _launch(self, chunks: Seq[Chunk]) -> Launched:
         self._turn = (self._turn + 1) % NUM_IN_FLIGHT
         decodes = [chunk for chunk in chunks if _is_decode(chunk)]
         prompts = [chunk for chunk in chunks if not _is_decode(chunk)] if len(decodes) < len(chunks) else []
