@@ -57,7 +57,8 @@ def plan_servers(
         )
     specs = []
     for index in range(number):
-        one = config.model_copy(update={"server": config.server.model_copy(update={"port": first_port + index})})
+        listening = {"server": config.server.model_copy(update={"port": first_port + index}), "router": False}
+        one = config.model_copy(update=listening)
         if number > 1:
             one = one.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": 1})})
         ids = gpu_ids if number == 1 else gpu_ids[index : index + 1]

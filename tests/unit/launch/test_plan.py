@@ -178,6 +178,7 @@ def test_a_router_has_the_port_and_the_servers_those_after_it():
     argv = ("--inference.router", "--inference.parallel.dp", "2", "--inference.backend", "embedded")
     specs = plan_rl(rl(*argv), Machine(gpus=(), num_cpus=8, router="/bin/vllm-router"))
     assert servers(specs) == [("inference-0", "", 8001), ("inference-1", "", 8002), ("router", "", "8000")]
+    assert [spec.config.router for spec in specs[:2]] == [False, False], "they have one before them, and start none"
     assert specs[2].argv[:9] == (
         "/bin/vllm-router", "--host", "127.0.0.1", "--port", "8000", "--worker-urls", "http://localhost:8001",
         "http://localhost:8002", "--policy",
