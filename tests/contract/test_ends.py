@@ -69,12 +69,13 @@ async def test_being_told_to_stop_answers_who_waits_and_leaves_nothing_behind(ap
     await api.post("/pause")
     waiting = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 500}))
     await asyncio.sleep(0.5)
+    before = len(server.printed)  # vLLM logs what malformed requests did with a traceback
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     printed = await asyncio.to_thread(server.ended)
     assert time.monotonic() - began < STOP_S[kind.name]
     assert server.process.returncode == 0, printed[-3000:]
-    assert "Traceback" not in printed
+    assert "Traceback" not in printed[before:]
     answer = await waiting
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == 503
@@ -96,4 +97,6 @@ async def test_an_engine_that_fails_ends_the_server_with_its_reason(second_api, 
         await waiting
     printed = await asyncio.to_thread(second.ended)
     assert second.process.returncode == 1
-    assert "inference: the inference engine failed" in printed.splitlines()[-1]
+    reasons = [line for line in printed.splitlines() if line.startswith("inference: ")]
+    assert len(reasons) == 1
+    assert "engine failed" in reasons[0]

@@ -1,7 +1,6 @@
 """New weights: every tensor arrives and is proven to have, requests go on, and what is not good is refused."""
 
 import asyncio
-import json
 import shutil
 
 import httpx
@@ -252,16 +251,6 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(ap
     tensors = weights(make_tokenizer(), seed=5)
     change(tensors)
     await assert_refused(api, truth, publisher.publish(8, tensors), words)
-
-
-async def test_what_arrives_must_be_what_was_announced(api, publisher, truth):
-    """A marker whose files are whole, and whose checksum of one tensor is another's."""
-    directory = publisher.other(8)
-    marker = json.loads((directory / "STABLE").read_text())
-    name, entry = next(iter(marker["weights"]["tensors"].items()))
-    entry["checksum"] = f"{int(entry['checksum'], 16) ^ 1:016x}"
-    (directory / "STABLE").write_text(json.dumps(marker))
-    await assert_refused(api, truth, directory, name)
 
 
 @pytest.mark.parametrize(
