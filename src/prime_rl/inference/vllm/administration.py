@@ -110,9 +110,12 @@ class VLLMAdministration:
     async def tensors(self) -> dict[str, str]:
         """Read back from the model itself; an adapter's beside, under the names that it was published with."""
         try:
-            found: dict[str, str] = (await self._engine.collective_rpc("prime_rl_checksums"))[0]
+            answers = await self._engine.ask_workers("prime_rl_checksums")
         except Exception as error:
             raise InferenceError(_reason(error)) from error
+        found: dict[str, str] = answers[0]["tensors"]
+        if any(answer["tensors"] != found for answer in answers):
+            raise InferenceError("the copies of the model serve different weights")
         return found | self._adapter_tensors
 
     async def pause(self) -> None:
@@ -184,8 +187,8 @@ class VLLMAdministration:
         await engine.pause_generation(mode="keep", clear_cache=False)
         try:
             await engine.drained()
-            loading = engine.collective_rpc("prime_rl_take_weights", args=(source, digest))
-            found: str = (await asyncio.wait_for(loading, timeout))[0]
+            loading = engine.ask_workers("prime_rl_take_weights", source, digest)
+            found: str = (await asyncio.wait_for(loading, timeout))[0]["digest"]
             forgotten = await engine.reset_prefix_cache(
                 reset_running_requests=self._recompute, reset_connector=self._has_connector
             )

@@ -4,7 +4,8 @@
     an update: pause, drain, load, `use_weights`: every choice in flight notes how many tokens it has
 
 Uses of vLLM's internals: `_add_request` (the one place where a request gets its id and begins), the tokens of
-`output_processor.request_states`, and `engine_core.outputs_queue`.
+`output_processor.request_states`, `engine_core.outputs_queue`, and `engine_core.core_engines` with
+`_call_utility_async`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_rl.errors import DeadlineExceeded
+from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.inference.vllm.versions import ANSWER, PROMPT, Prompt, cut_all
 
 DRAIN_TIMEOUT_S: Final = 60.0
@@ -92,6 +93,22 @@ class VersionedLLM(AsyncLLM):
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineExceeded(f"vLLM's outputs were not handled within {DRAIN_TIMEOUT_S:g} s of the pause")
             await asyncio.sleep(0)
+
+    async def ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """The answers of all workers of all copies of the model. vLLM's own `collective_rpc` gives the first copy's.
+
+        Raises: InferenceError with the first `error` among them.
+        """
+        core = self.engine_core
+        asked = [
+            core._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+            for engine in core.core_engines
+        ]
+        answers = [answer for of_copy in await asyncio.gather(*asked) for answer in of_copy]
+        for answer in answers:
+            if "error" in answer:
+                raise InferenceError(answer["error"])
+        return answers
 
     def use_weights(self, version: int) -> None:
         """Tokens from now on are sampled with full weights `version`. The engine is paused and drained."""

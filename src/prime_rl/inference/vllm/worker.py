@@ -12,11 +12,14 @@ from vllm.platforms import current_platform
 from prime_rl.errors import InferenceError
 from prime_rl.inference.vllm import cpu_lora, transfer
 from prime_rl.inference.vllm.served import served_tensors, without_adapters
+from prime_rl.logs import get_logger
 from prime_rl.transport.checksum import combined, entries
 
 transfer.register()
 if current_platform.is_cpu():
     cpu_lora.patch()
+
+logger = get_logger(__name__)
 
 MAX_NAMED = 3
 """Parameters that an error names."""
@@ -29,12 +32,20 @@ class WeightsExtension:
     vllm_config: Any
     model_runner: Any
 
-    def prime_rl_take_weights(self, source: dict[str, Any], digest: str | None) -> str:
-        """Load weights as `source` says and return the digest of what came.
+    def prime_rl_take_weights(self, source: dict[str, Any], digest: str | None) -> dict[str, str]:
+        """Load weights as `source` says: `{"digest": of what came}`.
 
-        Raises: InferenceError when it is not `digest`, or when a parameter is not what came. The model is not to be
-        used then.
+        `{"error": why}` when that is not `digest`, or when a parameter is not what came; the model is not to be used
+        then. Errors are answers here: where several workers raise one, vLLM's executor takes the second worker's for
+        the answer to its next question.
         """
+        try:
+            return {"digest": self._prime_rl_take(source, digest)}
+        except Exception as error:
+            logger.exception("The weights were not taken")
+            return {"error": str(error) or type(error).__name__}
+
+    def _prime_rl_take(self, source: dict[str, Any], digest: str | None) -> str:
         worker: Any = self
         with without_adapters(self.model_runner.get_model()):
             worker.start_weight_update()
@@ -69,8 +80,14 @@ class WeightsExtension:
         if wrong:
             raise InferenceError(f"{len(wrong)} parameters are not what arrived: {_some(wrong)}")
 
-    def prime_rl_checksums(self) -> dict[str, str]:
-        """Hugging Face name -> checksum of what this worker serves. Raises: InferenceError where it cannot tell."""
+    def prime_rl_checksums(self) -> dict[str, Any]:
+        """`{"tensors": Hugging Face name -> checksum of what this worker serves}`, or `{"error": why}`."""
+        try:
+            return {"tensors": self._prime_rl_read()}
+        except InferenceError as error:
+            return {"error": str(error)}
+
+    def _prime_rl_read(self) -> dict[str, str]:
         reason = self._prime_rl_why_unreadable()
         if reason is not None:
             raise InferenceError(f"the tensors that vLLM serves cannot be read back one by one: {reason}")
