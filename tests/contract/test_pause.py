@@ -20,8 +20,10 @@ async def test_pausing_keeps_requests_and_samples_nothing(api, publisher):
     await asyncio.sleep(0.5)
     assert await api.metric("vllm:generation_tokens_total") == counted
     assert not late.done()
-    assert (await api.get("/health"))["status"] == "ok"
+    health = await api.get("/health")
+    assert (health["status"], health["paused"]) == ("ok", True)
     assert await api.post("/resume") == {"status": "resumed"}
+    assert not (await api.get("/health"))["paused"]
     for answer in await asyncio.gather(*running, late):
         assert len(answer["choices"][0]["token_ids"]) == 300
         assert answer["versions"] == [[[0, 300]]]
@@ -33,6 +35,7 @@ async def test_an_update_leaves_a_paused_server_paused(api, publisher):
     await api.post("/update_weights", weight_dir=str(publisher.other(2)), version=2)
     await asyncio.sleep(0.5)
     assert not waiting.done()
+    assert (await api.get("/health"))["paused"]
     await api.post("/resume")
     assert (await waiting)["versions"] == [[[2, 4]]]
 

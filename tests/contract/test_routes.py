@@ -10,8 +10,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 async def test_health_tells_what_is_served_and_which_start_of_the_server_this_is(api, second_api):
     health = await api.get("/health")
-    assert set(health) == {"status", "version", "digest", "instance"}
-    assert (health["status"], health["version"], health["digest"]) == ("ok", 0, None)
+    assert set(health) == {"status", "version", "digest", "instance", "paused"}
+    assert (health["status"], health["version"], health["digest"], health["paused"]) == ("ok", 0, None, False)
     assert health["instance"] == (await api.get("/health"))["instance"]
     assert health["instance"] != (await second_api.get("/health"))["instance"]
 

@@ -255,8 +255,16 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(ap
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"weight_dir": ""}, {"weight_dir": "/tmp", "version": -1}, {"weight_dir": 5, "version": 1}, {"version": 1}],
-    ids=str,
+    [
+        {},
+        {"weight_dir": ""},
+        {"weight_dir": "/tmp", "version": -1},
+        {"weight_dir": "/tmp", "version": 2**53 + 1},
+        {"weight_dir": "/tmp", "version": 10**400},
+        {"weight_dir": 5, "version": 1},
+        {"version": 1},
+    ],
+    ids=["nothing", "no-directory", "negative", "too-large", "endless", "number", "no-key"],
 )
 async def test_a_request_for_no_weights_is_refused(api, body):
     answer = await api.http.post("/update_weights", json=body)

@@ -1,6 +1,6 @@
 """Administration of a server, alike for both backends: is it well, which weights does it serve, take these, wait.
 
-    GET  /health                   200 with version, digest and instance; 503 once the engine has failed
+    GET  /health                   200 with version, digest, instance and paused; 503 once the engine has failed
     GET  /weights                  a checksum of every tensor that is served
     POST /update_weights           swap in a published directory; requests in flight go on
     POST /reload_weights           go back to the model that the server was started with
@@ -58,6 +58,10 @@ class Administration(Protocol):
         """The weights in use: version 0 and no digest before the first update and after `reload`. No I/O."""
         ...
 
+    def paused(self) -> bool:
+        """Whether nothing is sampled until `resume`. No I/O."""
+        ...
+
     async def update(self, directory: Path, version: int) -> ServedWeights:
         """Swap in what `directory` holds and check that every tensor arrived; requests in flight go on with it.
 
@@ -105,7 +109,13 @@ async def health(request: Request) -> Response:
     if failure is not None:
         raise HttpError(failure, status=503)
     served = administration.served()
-    return _json(HealthResponse(version=served.version, digest=served.digest, instance=administration.instance))
+    answer = HealthResponse(
+        version=served.version,
+        digest=served.digest,
+        instance=administration.instance,
+        paused=administration.paused(),
+    )
+    return _json(answer)
 
 
 async def weights(request: Request) -> Response:

@@ -49,6 +49,9 @@ class EmbeddedAdministration:
     def served(self) -> ServedWeights:
         return self._served
 
+    def paused(self) -> bool:
+        return self._backend.stats().paused
+
     async def update(self, directory: Path, version: int) -> ServedWeights:
         loaded, swap = await asyncio.to_thread(self._prepare_update, directory)
         await self._backend.update_weights(swap.run, version, recompute=self._recompute)

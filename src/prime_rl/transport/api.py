@@ -28,6 +28,9 @@ finish a rollout that newer ones began."""
 VersionRuns = list[tuple[int, int]]
 """`(version, number of tokens)` runs of one choice, in the order in which its tokens were sampled."""
 
+MAX_VERSION = 2**53
+"""Largest version of weights: every reader of JSON, and every gauge, knows whole numbers up to it exactly."""
+
 MAX_CHOICES = 1024
 """Largest number of choices that one request may ask for (`n` times the number of prompts)."""
 
@@ -250,7 +253,7 @@ class UpdateWeightsRequest(Message):
     """
 
     weight_dir: Annotated[str, Field(min_length=1)]
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 class InitTransferRequest(Message):
@@ -294,6 +297,9 @@ class HealthResponse(ServedWeights):
     status: Literal["ok"] = "ok"
     instance: str
     """Differs between two starts of a server, so that a client notices one that was restarted."""
+
+    paused: bool = False
+    """Whether generation waits for /resume; an update alone does not say so."""
 
 
 class ErrorInfo(Answer):

@@ -60,7 +60,9 @@ async def test_pause_holds_requests_and_resume_lets_them_go_on(serve, make_backe
         request = asyncio.create_task(running.openai.completions.create(model="tiny", prompt="hi", max_tokens=4))
         await eventually(lambda: len(backend.running) == 1)
         assert backend.generated == 0
+        assert HealthResponse.model_validate_json((await running.http.get("/health")).content).paused
         assert (await running.http.post("/resume")).json() == {"status": "resumed"}
+        assert not HealthResponse.model_validate_json((await running.http.get("/health")).content).paused
         assert (await request).usage.completion_tokens == 4
 
 
@@ -98,7 +100,14 @@ async def test_reloading_brings_back_the_model_that_the_server_was_started_with(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"weight_dir": "x"}, {"weight_dir": "", "version": 1}, {"weight_dir": "x", "version": -1}]
+    "wrong",
+    [
+        {},
+        {"weight_dir": "x"},
+        {"weight_dir": "", "version": 1},
+        {"weight_dir": "x", "version": -1},
+        {"weight_dir": "x", "version": 2**64},
+    ],
 )
 async def test_an_update_without_directory_or_version_is_refused(serve, make_backend, wrong):
     async with serve(make_backend()) as running:

@@ -88,6 +88,9 @@ class VLLMAdministration:
     def served(self) -> ServedWeights:
         return self._served
 
+    def paused(self) -> bool:
+        return self._is_paused
+
     async def update(self, directory: Path, version: int) -> ServedWeights:
         update = await asyncio.to_thread(self._read, directory)
         if update.kind == "adapter":
