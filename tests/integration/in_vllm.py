@@ -9,7 +9,6 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -86,18 +85,18 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self._leaving: list[tuple[Any, weakref.ref[torch.Tensor]]] = []
+        self.leaving: list[tuple[Any, weakref.ref[torch.Tensor]]] = []
         self.sent: list[torch.Tensor] = []
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         assert src == 0
-        self._leaving.append((stream, weakref.ref(tensor)))
+        self.leaving.append((stream, weakref.ref(tensor)))
 
     def flush(self, stream: Any = None) -> None:
         """Let everything leave, in its order, up to the last of `stream`."""
-        places = [i for i, (own, _) in enumerate(self._leaving) if stream is None or own is stream]
+        places = [i for i, (own, _) in enumerate(self.leaving) if stream is None or own is stream]
         for _ in range(places[-1] + 1 if places else 0):
-            tensor = self._leaving.pop(0)[1]()
+            tensor = self.leaving.pop(0)[1]()
             assert tensor is not None, "a buffer was given up while it was being sent"
             self.sent.append(tensor.clone())
 
@@ -153,53 +152,59 @@ def tensors_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def transferred() -> dict[str, dict[str, bool | int]]:
     """What our sender broadcasts, through our transfer engine with vLLM's own consumer; for each type of weights."""
     with ExitStack() as stack:
-        for name, stand_in in {
-            "device": lambda *_: nullcontext(), "stream": lambda *_: nullcontext(), "Stream": Stream,
-        }.items():  # fmt: skip
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name in ("device", "stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_: nullcontext()))
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", return_value=0))
         return {str(dtype): _transfer(tensors_of(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 def _transfer(tensors: dict[str, torch.Tensor]) -> dict[str, bool | int]:
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    from prime_rl.inference.vllm import administration
     from prime_rl.inference.vllm.transfer import TransferEngine
     from prime_rl.transport import checksum, nccl
-    from prime_rl.transport.manifest import PublishedWeights
 
     wire, model = Wire(), Model()
     sender = object.__new__(nccl.NcclSender)  # without the GPU and the group that its constructor wants
     sender._device, sender._group = torch.device("cuda"), wire
     sender._streams = [Stream(wire) for _ in range(nccl.NUM_BUFFERS)]
+    engine = TransferEngine(None, SimpleNamespace(parallel_config=None, model_config=None), torch.device("cpu"), model)
     with (
         mock.patch.object(nccl, "BUFFER_BYTES", BUFFER_BYTES),
         mock.patch.object(torch.cuda, "synchronize", wire.flush),
     ):
         sender._send(tensors)
-    assert not wire._leaving, "the sender came back before all had left"
-
-    entries = checksum.entries(tensors)
-    published = PublishedWeights(kind="nccl", digest=checksum.combined(entries), tensors=entries)
-    update = administration._Update(directory=Path(), kind="nccl", digest=published.digest, published=published)
-    receiving = Receiving(wire.sent)
-    settings = SimpleNamespace(parallel_config=None, model_config=None)
-    engine = TransferEngine(None, settings, torch.device("cpu"), model)
-    with (
-        mock.patch.dict(administration._PACKING, packed_buffer_size_bytes=BUFFER_BYTES),
-        mock.patch.object(nccl_engine, "worker_init_process_group", return_value=receiving),
-    ):
-        meeting = {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}
-        engine.init_transfer_engine(engine.parse_init_info(meeting | administration._PACKING))
-        engine.receive_weights(engine.parse_update_info(administration._source(update)))
+        assert not wire.leaving, "the sender came back before all had left"
+        receiving = Receiving(wire.sent)
+        _receive(engine, receiving, tensors)
     return {
         "buffers": len(wire.sent),
         "all were received": not receiving.waiting,
         "in order": list(model.loaded) == list(tensors),
         "bit for bit": all(torch.equal(model.loaded[name], tensor) for name, tensor in tensors.items()),
-        "digest": checksum.combined(engine.arrived.entries()) == published.digest,
+        "checksums": engine.arrived.entries() == checksum.entries(tensors),
     }
+
+
+def _receive(engine: Any, receiving: Receiving, tensors: dict[str, torch.Tensor]) -> None:
+    """As a worker that has joined the trainer's group and is told what will come."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    from prime_rl.transport import nccl
+
+    packing = {
+        "packed": True,
+        "packed_buffer_size_bytes": nccl.BUFFER_BYTES,
+        "packed_num_buffers": nccl.NUM_BUFFERS,
+    }
+    meeting = {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    coming = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+    with mock.patch.object(nccl_engine, "worker_init_process_group", return_value=receiving):
+        engine.init_transfer_engine(engine.parse_init_info(meeting | packing))
+    engine.receive_weights(engine.parse_update_info(coming | packing))
 
 
 QUESTIONS = (unmet, arguments_as_vllm_reads_them, environment_is_one_of_verifiers, transferred)

@@ -46,5 +46,5 @@ def test_an_environment_of_verifiers_loads_beside_vllm(answers):
 
 
 def test_what_our_nccl_sender_broadcasts_is_what_vllms_receiver_unpacks(answers):
-    arrived = {"buffers": 9, "all were received": True, "in order": True, "bit for bit": True, "digest": True}
+    arrived = {"buffers": 9, "all were received": True, "in order": True, "bit for bit": True, "checksums": True}
     assert answers["transferred"] == dict.fromkeys(("torch.bfloat16", "torch.float16", "torch.float32"), arrived)
