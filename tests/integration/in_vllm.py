@@ -153,7 +153,7 @@ def transferred() -> dict[str, dict[str, bool | int]]:
     """What our sender broadcasts, through our transfer engine with vLLM's own consumer; for each type of weights."""
     with ExitStack() as stack:
         for name in ("device", "stream"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_: nullcontext()))
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=nullcontext()))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", return_value=0))
         return {str(dtype): _transfer(tensors_of(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
