@@ -38,6 +38,14 @@ class Workload:
     new_tokens: int
     vocab: int
     logprobs: bool = True
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Under the names that the route, vLLM and the embedded engine share."""
+        asked = {"top_p": self.top_p, "repetition_penalty": self.repetition_penalty}
+        return {name: value for name, value in asked.items() if value != 1.0}
 
     def prompts(self, run: int) -> list[list[int]]:
         """Random prompts, new ones each run, so that no prefix cache can help."""
@@ -139,9 +147,9 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(ConnectionError(f"the server hung up: {error}"))
 
 
-def generate_body(model: str, prompt: list[int], *, new_tokens: int, logprobs: bool = True) -> bytes:
+def generate_body(model: str, prompt: list[int], *, new_tokens: int, logprobs: bool = True, **asked: float) -> bytes:
     """A request of the generate route as `renderers` makes it, which asks for one logprob a token."""
-    sampling: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True} | asked
     if logprobs:
         sampling["logprobs"] = 1
     return msgspec.json.encode({"model": model, "token_ids": prompt, "sampling_params": sampling})
@@ -151,12 +159,13 @@ async def load(url: str, model: str, work: Workload, prompts: Iterable[list[int]
     """Send all prompts, `concurrency` at a time; answers in the order in which they came."""
     waiting = iter(prompts)
     responses: list[Response] = []
+    asked = {"new_tokens": work.new_tokens, "logprobs": work.logprobs}
 
     async def client() -> None:
         connection = await Connection.open(url)
         try:
             for prompt in waiting:
-                body = generate_body(model, prompt, new_tokens=work.new_tokens, logprobs=work.logprobs)
+                body = generate_body(model, prompt, **asked, **work.sampling)
                 responses.append(await connection.post("/inference/v1/generate", body))
         finally:
             connection.close()
@@ -198,7 +207,7 @@ class Clients:
         self.work = work
         words = [sys.executable, str(Path(__file__).resolve()), "--url", url, "--model", model]
         for name, value in asdict(work).items():
-            words += [f"--{name.replace('_', '-')}", str(int(value))]
+            words += [f"--{name.replace('_', '-')}", str(value if isinstance(value, float) else int(value))]
         self._processes = [
             subprocess.Popen(
                 [*words, "--part", f"{part}/{num_processes}"],
@@ -279,6 +288,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--logprobs", type=int, default=1)
+    for name in ("top-p", "repetition-penalty"):
+        parser.add_argument(f"--{name}", type=float, default=1.0)
     args = parser.parse_args()
     work = Workload(**{name: getattr(args, name) for name in Workload.__dataclass_fields__})
     if args.seconds is not None:

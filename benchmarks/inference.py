@@ -118,6 +118,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--no-logprobs", action="store_true")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of every request, on all sides")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="likewise")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clients", type=int, default=1, help="client processes over HTTP")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help="of each side")
@@ -136,6 +138,8 @@ def settings(args: argparse.Namespace, directory: Path) -> dict[str, Setting]:
         new_tokens=args.new_tokens,
         vocab=SHAPES[args.model].vocab,
         logprobs=not args.no_logprobs,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
     )
     logs = args.logs or directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -170,7 +174,8 @@ def main() -> None:
                 results[mode, dtype] = measure(mode, names, setting, args.pairs)
     print(
         f"{args.model}: {args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt + "
-        f"{args.new_tokens} new tokens, {'no ' if args.no_logprobs else ''}logprobs; medians of {args.pairs} runs\n"
+        f"{args.new_tokens} new tokens, {'no ' if args.no_logprobs else ''}logprobs, top_p {args.top_p:g}, "
+        f"repetition_penalty {args.repetition_penalty:g}; medians of {args.pairs} runs\n"
     )
     print(report(results))
     if args.json:

@@ -32,7 +32,8 @@ class Embedded:
         from prime_rl.inference.backend import GenerationRequest, SamplingParams  # noqa: PLC0415
 
         async def complete(index: int, prompt: list[int]) -> int:
-            sampling = SamplingParams(max_tokens=self._work.new_tokens, ignore_eos=True, seed=index)
+            limits = {"max_tokens": self._work.new_tokens, "ignore_eos": True, "seed": index}
+            sampling = SamplingParams(**limits, **self._work.sampling)
             request = GenerationRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, stream=False)
             count = 0
             async for outputs in self._engine.generate(request):
@@ -53,9 +54,8 @@ class Vllm:
 
             torch.set_num_threads(spec["threads"])
         self._logprobs = work.logprobs
-        self._sampling = SamplingParams(
-            max_tokens=work.new_tokens, temperature=1.0, ignore_eos=True, logprobs=0 if work.logprobs else None
-        )
+        asked = {"max_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True} | work.sampling
+        self._sampling = SamplingParams(**asked, logprobs=0 if work.logprobs else None)
         self._llm = LLM(**spec["vllm"])
 
     def run(self, prompts: list[list[int]]) -> int:

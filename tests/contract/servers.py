@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = Path(os.environ.get("CONTRACT_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 """The interpreter that has vLLM beside prime-rl. vLLM pins what it needs, so it has an environment of its own."""
 DEVICE = os.environ.get("CONTRACT_DEVICE", "cpu")
+DTYPE = os.environ.get("CONTRACT_DTYPE", "float32")
+"""Of weights and computation. The tolerances of the tests are those of float32."""
+GPU = {"gpu_memory_utilization": 0.2} if DEVICE == "cuda" else {}
+"""Two servers at a time share the GPU, and vLLM wants its share free when it starts, however small its cache is."""
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
 START_S = 400.0
@@ -58,12 +62,13 @@ def config_of(kind: Kind, model: Path, output_dir: Path, port: int, **keys: Any)
         "server": {"host": "127.0.0.1", "port": port},
         "model": {
             "name": str(model),
-            "dtype": "float32",
+            "dtype": DTYPE,
             "max_model_len": MAX_MODEL_LEN,
-            "enforce_eager": True,
+            "enforce_eager": DEVICE == "cpu",
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
         },
+        **GPU,
         **kind.config,
         **keys,
     }
