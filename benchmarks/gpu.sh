@@ -38,6 +38,7 @@ step() {
   shift 2
   printf '\n=== %s: at most %d s: %s\n' "$name" "$limit" "$*"
   if [ -n "$DRY" ]; then return; fi
+  : >"$OUT/$name.log"
   timeout -k 15 "$limit" "$@" >"$OUT/$name.log" 2>&1 &
   running=$!
   tail -n +1 -f --pid=$running "$OUT/$name.log" # not a pipe: what a step leaves behind would hold that open
