@@ -129,6 +129,45 @@ async def test_an_adapter_comes_in_the_middle_of_requests(second_api, adapters, 
         assert logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
+async def test_full_weights_come_in_the_middle_of_requests_with_an_adapter(
+    second_api, adapters, second_publisher, oracle, kind
+):
+    """What an adapter samples changes with the weights below it: no answer says otherwise, and none hangs."""
+    directory, _ = adapters.publish(1)
+    await second_api.post("/update_weights", weight_dir=str(directory), version=1)
+    full = second_publisher.other(2)
+    counted = await second_api.metric("vllm:generation_tokens_total")
+    body = {"model": second_api.model, "sampling_params": {"max_tokens": 300, "ignore_eos": True, "n": 2}}
+
+    def ask(seed):
+        return asyncio.create_task(second_api.http.post("/inference/v1/generate", json=body | {"token_ids": [seed, 5]}))
+
+    running = [ask(seed) for seed in range(8)]
+    await second_api.await_metric("vllm:generation_tokens_total", lambda count: count > counted + 160)
+    late = []
+    async with asyncio.timeout(60):
+        update = second_api.post("/update_weights", weight_dir=str(full), version=2)
+        update = asyncio.create_task(update)
+        while not update.done():
+            late.append(ask(9))
+            await asyncio.sleep(0.02)
+        await update
+        answers = await asyncio.gather(*running)
+        later = await asyncio.gather(*late)
+    if kind.name == "vllm":
+        assert {answer.status_code for answer in answers} == {503}
+        assert all("ask again" in answer.json()["error"]["message"] for answer in answers)
+    else:
+        assert all(answer.json()["versions"][0][-1][0] == 2 for answer in answers)
+    for answer in later:
+        if answer.status_code == 503:
+            continue
+        for runs in answer.json()["versions"]:
+            assert sum(count for _, count in runs) == 300
+            assert kind.name == "embedded" or [version for version, _ in runs] in ([1], [2])
+    await assert_serves(second_api, oracle(full), 2)
+
+
 def _edit(directory, **keys) -> None:
     """Change the adapter's configuration, and forget the marker, which would tell."""
     path = directory / "adapter_config.json"

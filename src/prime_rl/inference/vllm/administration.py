@@ -1,27 +1,27 @@
 """Weights of a vLLM server: `inference.admin.Administration` over vLLM's engine.
 
-    update: check the directory > pause (keep) and drain > the workers load and prove > forget prefixes > note versions
-            > resume. Until "load" nothing has changed and a bad directory is refused; from there on an error is the
-            server's end, for what it serves is not known.
+    update: check the directory > the workers open its files > pause (keep) and drain > end requests with adapters
+            > the workers load and prove > forget prefixes > note versions > resume
+            Until the pause nothing has changed and a bad directory is refused; from there on an error is the server's
+            end, for what it serves is not known.
 
 An adapter is a request's, in vLLM: new requests are given the newest, those in flight keep theirs, and nobody waits.
+Full weights would change what a request with an adapter samples, so they end it: its client is told to ask again (503).
+
+Everything asked of vLLM has a deadline. An engine that does not answer in time has failed, and ends the server.
+No vllm here: `engine` is what knows it.
 """
 
 import asyncio
-import re
 import secrets
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from prime_rl.errors import ArtifactError, InferenceError, ModelError
-from prime_rl.inference.vllm.engine import VersionedLLM
 from prime_rl.inference.vllm.expected import Shapes, check_fits, shapes_of
-from prime_rl.inference.vllm.failures import Causes
+from prime_rl.inference.vllm.failures import Causes, without_wrapping
 from prime_rl.logs import get_logger
 from prime_rl.models import lora
 from prime_rl.transport.api import InitTransferRequest, ServedWeights
@@ -29,12 +29,20 @@ from prime_rl.transport.manifest import MARKER, STEP_NAME, PublishedWeights, rea
 from prime_rl.transport.nccl import BUFFER_BYTES, NUM_BUFFERS
 from prime_rl.transport.weights import load_weights
 
+if TYPE_CHECKING:
+    from prime_rl.inference.vllm.engine import VersionedLLM
+
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 KILLED: Final = "a process of it ended without saying why (killed, perhaps for its memory)"
 
 LOAD_TIMEOUT_S: Final = 1800.0
 """How long the workers may take to load weights: hundreds of gigabytes from a network disk."""
+
+STEP_TIMEOUT_S: Final = 300.0
+"""How long vLLM may take for what waits for a step of the engine at most: to pause, to go on, to forget, to end."""
 
 _PACKING: Final = {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES, "packed_num_buffers": NUM_BUFFERS}
 """How the trainer sends; vLLM 0.29 wants to know when the group is opened, 0.26 at every transfer."""
@@ -54,7 +62,7 @@ class _Update:
 class VLLMAdministration:
     """See `inference.admin.Administration`, whose methods these are. `first`: the model directory of the start."""
 
-    def __init__(self, engine: VersionedLLM, *, first: Path, recompute: bool, causes: Causes) -> None:
+    def __init__(self, engine: "VersionedLLM", *, first: Path, recompute: bool, causes: Causes) -> None:
         self.instance = secrets.token_hex(8)
         self.lock = asyncio.Lock()
         self.is_stopping = False
@@ -65,6 +73,8 @@ class VLLMAdministration:
         self._has_connector = config.kv_transfer_config is not None
         # What was offloaded is found by the same names as before, so with offloading nothing old may stay.
         self._recompute = recompute or self._has_connector
+        if self._recompute and not recompute:
+            logger.warning("vllm.kv_transfer_config: running requests compute their KV cache anew after an update")
         self._has_lora = config.lora_config is not None
         self._served = ServedWeights(version=0, digest=None)
         self._adapter_tensors: dict[str, str] = {}
@@ -78,7 +88,7 @@ class VLLMAdministration:
     def failure(self) -> str | None:
         """Why this server is of no use any more; None while it is."""
         if self._failure is None and self._engine.errored:
-            self._failure = f"vLLM's engine failed: {self._causes.first() or KILLED}"
+            self._failure = f"vLLM's engine failed: {self._causes.said() or KILLED}"
         return self._failure
 
     def unavailable(self) -> str | None:
@@ -95,16 +105,16 @@ class VLLMAdministration:
         update = await asyncio.to_thread(self._read, directory)
         if update.kind == "adapter":
             return await self._use_adapter(update, version)
-        digest = await self._swap(_source(update), update.digest, version)
+        digest = await self._swap(update.directory, _announced(update), update.digest, version)
         self._has_first_weights = False
         self._served = ServedWeights(version=version, digest=digest)
         return self._served
 
     async def reload(self) -> ServedWeights:
         if self._has_first_weights:
-            self._engine.use_weights(0)
+            self._engine.versions.use_adapter(None, 0)
         else:
-            await self._swap({"directory": str(self._first)}, None, 0)
+            await self._swap(self._first, None, None, 0)
             self._has_first_weights = True
         self._adapter_tensors = {}
         self._served = ServedWeights(version=0, digest=None)
@@ -112,25 +122,38 @@ class VLLMAdministration:
 
     async def tensors(self) -> dict[str, str]:
         """Read back from the model itself; an adapter's beside, under the names that it was published with."""
-        try:
-            answers = await self._engine.ask_workers("prime_rl_checksums")
-        except Exception as error:
-            raise InferenceError(_reason(error)) from error
+        asking = self._engine.ask_workers("prime_rl_checksums")
+        answers = await self._answered(asking, "read back the weights", LOAD_TIMEOUT_S)
         found: dict[str, str] = answers[0]["tensors"]
         if any(answer["tensors"] != found for answer in answers):
             raise InferenceError("the copies of the model serve different weights")
         return found | self._adapter_tensors
 
     async def pause(self) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._hold()
         self._is_paused = True
 
     async def resume(self) -> None:
-        await self._engine.resume_generation()
+        await self._answered(self._engine.resume_generation(), "resume", STEP_TIMEOUT_S)
         self._is_paused = False
 
+    async def _hold(self) -> None:
+        await self._answered(self._engine.pause_generation(mode="keep", clear_cache=False), "pause", STEP_TIMEOUT_S)
+
+    async def _answered(self, waiting: Awaitable[T], what: str, timeout: float) -> T:
+        """What vLLM answers. Raises: InferenceError where it refuses, fails, or takes longer, which is a failure."""
+        try:
+            return await asyncio.wait_for(waiting, timeout)
+        except TimeoutError:
+            self._failure = self._failure or f"vLLM's engine did not {what} within {timeout:g} s"
+            raise InferenceError(self._failure) from None
+        except InferenceError:
+            raise
+        except Exception as error:
+            raise InferenceError(self.failure() or without_wrapping(str(error)) or type(error).__name__) from error
+
     async def open_transfer(self, request: InitTransferRequest) -> None:
-        if not current_platform.is_cuda():
+        if not self._engine.has_nccl:
             raise InferenceError(
                 "this server does not compute on NVIDIA GPUs; set weight_broadcast.type = 'filesystem'"
             )
@@ -141,13 +164,14 @@ class VLLMAdministration:
             "world_size": request.world_size,
             **_PACKING,
         }
-        joining = self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         try:
-            await asyncio.wait_for(joining, request.timeout)
+            await asyncio.wait_for(self._engine.join_transfer(info), request.timeout)
         except TimeoutError:
             raise InferenceError(f"the trainer and all servers did not meet within {request.timeout:g} s") from None
         except Exception as error:
-            raise InferenceError(f"vLLM could not join the trainer's NCCL group: {_reason(error)}") from error
+            raise InferenceError(
+                f"vLLM could not join the trainer's NCCL group: {without_wrapping(str(error))}"
+            ) from error
         self._transfer_timeout = request.timeout
 
     def _read(self, directory: Path) -> _Update:
@@ -183,56 +207,82 @@ class VLLMAdministration:
                 "served: POST /reload_weights first"
             )
 
-    async def _swap(self, source: dict[str, Any], digest: str | None, version: int) -> str:
-        """Have the workers load, with nothing running; the digest of what arrived."""
+    async def _swap(self, directory: Path, announced: dict[str, Any] | None, digest: str | None, version: int) -> str:
+        """Have the workers load, with nothing running; the digest of what arrived.
+
+        Raises: ArtifactError where the directory is gone by now, and nothing has changed.
+        """
+        if announced is None:
+            await self._open(directory)
         engine = self._engine
-        timeout = self._transfer_timeout if "names" in source and self._transfer_timeout else LOAD_TIMEOUT_S
-        await engine.pause_generation(mode="keep", clear_cache=False)
         try:
+            await self._hold()
             await engine.drained()
-            loading = engine.ask_workers("prime_rl_take_weights", source, digest)
-            found: str = (await asyncio.wait_for(loading, timeout))[0]["digest"]
-            forgotten = await engine.reset_prefix_cache(
-                reset_running_requests=self._recompute, reset_connector=self._has_connector
-            )
-            if not forgotten:
-                raise InferenceError("vLLM did not forget what older weights computed")
-            if engine.model_config.is_multimodal_model:
-                await engine.reset_encoder_cache()
+            await self._answered(engine.end_adapters(), "end requests", STEP_TIMEOUT_S)
+            found = await self._load(announced, digest)
+            await self._forget()
         except Exception as error:
-            reason = f"not within {timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
-            self._failure = f"an update to weights {version} went wrong, so what is served is not known: {reason}"
+            self._failure = f"an update to weights {version} went wrong, so what is served is not known: {error}"
             raise InferenceError(self._failure) from error
         engine.use_weights(version)
         self._adapter_tensors = {}
         if not self._is_paused:
-            await engine.resume_generation()
+            await self.resume()
         return found
+
+    async def _open(self, directory: Path) -> None:
+        """From now on the directory may be deleted. Raises: ArtifactError where it already is."""
+        try:
+            opening = self._engine.ask_workers("prime_rl_open_weights", str(directory))
+            await self._answered(opening, f"open {directory}", STEP_TIMEOUT_S)
+        except InferenceError as error:
+            if self.failure() is not None:
+                raise
+            closing = self._engine.ask_workers("prime_rl_open_weights", None)
+            await self._answered(closing, f"close {directory}", STEP_TIMEOUT_S)
+            raise ArtifactError(f"{error}; the served weights stay") from error
+
+    async def _load(self, announced: dict[str, Any] | None, digest: str | None) -> str:
+        timeout = self._transfer_timeout if announced is not None else None
+        loading = self._engine.ask_workers("prime_rl_take_weights", announced, digest)
+        answers = await self._answered(loading, "load weights", timeout or LOAD_TIMEOUT_S)
+        return str(answers[0]["digest"])
+
+    async def _forget(self) -> None:
+        """What was computed with older weights is found by nobody any more."""
+        engine = self._engine
+        forgetting = engine.reset_prefix_cache(
+            reset_running_requests=self._recompute, reset_connector=self._has_connector
+        )
+        if not await self._answered(forgetting, "forget cached prefixes", STEP_TIMEOUT_S):
+            raise InferenceError("vLLM did not forget what older weights computed")
+        if engine.model_config.is_multimodal_model:
+            await self._answered(engine.reset_encoder_cache(), "forget encoded images", STEP_TIMEOUT_S)
 
     async def _use_adapter(self, update: _Update, version: int) -> ServedWeights:
         loaded = await asyncio.to_thread(load_weights, update.directory)
         lora.factors_of(lora.read_config(update.directory), loaded.tensors)  # vLLM believes the config's rank
         self._num_adapters += 1
         name = f"{self.instance}-{self._num_adapters}"  # part of the names of cached prefixes, so used once only
-        adapter = LoRARequest(lora_name=name, lora_int_id=self._num_adapters, lora_path=str(update.directory))
+        adding = self._engine.add_adapter(name, self._num_adapters, update.directory)
         try:
-            is_added = await self._engine.add_lora(adapter)
-        except Exception as error:
-            if self._engine.errored:
-                raise InferenceError(self.failure() or "") from error
-            raise ModelError(f"vLLM refuses the adapter {update.directory}: {_reason(error)}") from error
-        if not is_added:
+            adapter = await self._answered(adding, "load an adapter", LOAD_TIMEOUT_S)
+        except InferenceError as error:
+            if self.failure() is not None:
+                raise
+            raise ModelError(f"vLLM refuses the adapter {update.directory}: {error}") from error
+        if adapter is None:
             raise ModelError(f"vLLM has not added the adapter {update.directory}")
-        self._engine.use_adapter(adapter, version)
+        self._engine.versions.use_adapter(adapter, version)
         self._adapter_tensors = {name: entry.checksum for name, entry in loaded.published.tensors.items()}
         self._served = ServedWeights(version=version, digest=loaded.published.digest)
         return self._served
 
 
-def _source(update: _Update) -> dict[str, Any]:
-    """What the workers are told: a directory, or what the trainer sends, in its order."""
+def _announced(update: _Update) -> dict[str, Any] | None:
+    """What the trainer sends by NCCL, in its order; None where it has written files."""
     if update.kind != "nccl":
-        return {"directory": str(update.directory)}
+        return None
     assert update.published is not None
     tensors = update.published.tensors
     return {
@@ -241,10 +291,3 @@ def _source(update: _Update) -> dict[str, Any]:
         "shapes": [list(entry.shape) for entry in tensors.values()],
         **_PACKING,
     }
-
-
-def _reason(error: Exception) -> str:
-    """What a worker said, without what vLLM puts around it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"^Call to \w+ method failed: ", "", text)
-    return re.sub(r"^Worker failed with error '(.*)', please check .*$", r"\1", text)

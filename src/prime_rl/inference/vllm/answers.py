@@ -13,6 +13,9 @@ RENAMED = {"/v1/generate": "/inference/v1/generate"}
 """Older names of routes."""
 
 
+DROPPED = "new full weights came while this request was answered with an adapter, which ended it: ask again"
+
+
 class OlderNames:
     """Serves a route under its older name, too."""
 
@@ -75,6 +78,9 @@ class _Sender:
             return
         if (reason := self._unavailable()) is not None:
             await error_response(reason, status=503)(self._scope, self._receive, self._send)
+            return
+        if self._answer.is_dropped:
+            await error_response(DROPPED, status=503)(self._scope, self._receive, self._send)
             return
         body = bytes(self._body)
         if self._start["status"] == 200:

@@ -1,7 +1,9 @@
 """vLLM's engine with what RL adds to it: which weights sampled which tokens, and an adapter that everybody is served.
 
-    SayVersions --ANSWER--> generate --PROMPT--> _add_request: the choice begins, with the version that is served now
-    an update: pause, drain, load, `use_weights`: every choice in flight notes how many tokens it has
+    SayVersions --ANSWER--> generate --PROMPT--> _add_request: the choice begins, with the adapter and the version that
+                                                 are served now
+    an update: pause, drain, end what has an adapter, load, `use_weights`: every choice in flight notes how many tokens
+               it has
 
 Uses of vLLM's internals: `_add_request` (the one place where a request gets its id and begins), the tokens of
 `output_processor.request_states`, `engine_core.outputs_queue`, and `engine_core.core_engines` with
@@ -11,16 +13,20 @@ Uses of vLLM's internals: `_add_request` (the one place where a request gets its
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, cast
 
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
-from prime_rl.inference.vllm.versions import ANSWER, PROMPT, Prompt, cut_all
+from prime_rl.inference.vllm.versions import ANSWER, PROMPT, Prompt, Versions
 
 DRAIN_TIMEOUT_S: Final = 60.0
 
@@ -28,17 +34,15 @@ DRAIN_TIMEOUT_S: Final = 60.0
 class VersionedLLM(AsyncLLM):
     """One of vLLM's engines; all methods are called on one event loop."""
 
-    version: int = 0
-    """The weights that tokens are sampled with now."""
-    adapter: LoRARequest | None = None
-    """What requests are given that name no adapter of their own."""
+    @cached_property
+    def versions(self) -> Versions:
+        """Which weights sample, and what is in flight."""
+        return Versions()
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As vLLM's; an answer that says its versions learns of its choices here, in the order in which they stand."""
-        if self.adapter is not None and options.get("lora_request") is None:
-            options["lora_request"] = self.adapter
         answer = ANSWER.get()
         if answer is not None and sampling_params.output_kind == RequestOutputKind.CUMULATIVE:
             # The generate route of 0.26 asks for all tokens so far at every token, and uses the last output only.
@@ -46,15 +50,14 @@ class VersionedLLM(AsyncLLM):
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
             return cast(AsyncGenerator[RequestOutput, None], outputs)
-        is_adapter = options.get("lora_request") is not None
-        choices = Prompt(sampling_params.n, self.version if is_adapter else None)
+        choices = Prompt(sampling_params.n)
         answer.prompts.append(choices)
         return self._counted(choices, outputs)
 
     async def _counted(
         self, choices: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._prompts.add(choices)
+        self.versions.in_flight.add(choices)
         token = PROMPT.set(choices)  # read by _add_request, which runs before the first output comes
         try:
             async with aclosing(outputs):
@@ -63,21 +66,13 @@ class VersionedLLM(AsyncLLM):
                         choices.choices[completion.index].num_tokens = len(completion.token_ids)
                     yield output
         finally:
-            self._prompts.discard(choices)
+            self.versions.in_flight.discard(choices)
             if PROMPT.get() is choices:
                 PROMPT.reset(token)
 
-    @property
-    def _prompts(self) -> set[Prompt]:
-        """The prompts in flight whose versions are asked for."""
-        found: set[Prompt] = self.__dict__.setdefault("_prompts_in_flight", set())
-        return found
-
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         # Nothing is awaited between this and the registration in `output_processor`, which comes first in vLLM's.
-        choices = PROMPT.get()
-        if choices is not None:
-            choices.begin(index, request.request_id, self.version)
+        self.versions.begin(request, PROMPT.get(), index)
         await super()._add_request(request, prompt, parent_req, index, queue)
 
     async def drained(self) -> None:
@@ -110,16 +105,36 @@ class VersionedLLM(AsyncLLM):
                 raise InferenceError(answer["error"])
         return answers
 
+    async def end_adapters(self) -> None:
+        """End all requests that have an adapter, and give none from now on: full weights would change what they sample.
+
+        Their clients are told to ask again (503); a stream, whose answer has begun, ends with "abort". Waiting for them
+        instead could take as long as clients keep asking.
+        """
+        states = self.output_processor.request_states
+        ended = [request_id for request_id, state in states.items() if state.lora_request is not None]
+        self.versions.use_adapter(None, 0)
+        self.versions.drop(frozenset(ended))
+        if ended:
+            await self.abort(ended, internal=True)
+
+    async def add_adapter(self, name: str, number: int, directory: Path) -> LoRARequest | None:
+        """Have the workers load an adapter; None where vLLM says no. `name` and `number` were never used before."""
+        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+        return adapter if await self.add_lora(adapter) else None
+
+    async def join_transfer(self, info: dict[str, Any]) -> None:
+        """Have the workers join the trainer's NCCL group."""
+        await self.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether it computes where NCCL is."""
+        return bool(current_platform.is_cuda())
+
     def use_weights(self, version: int) -> None:
         """Tokens from now on are sampled with full weights `version`. The engine is paused and drained."""
-        self.adapter = None
-        self.version = version
-        cut_all(self._prompts, self._num_tokens, version)
-
-    def use_adapter(self, adapter: LoRARequest, version: int) -> None:
-        """Requests from now on are given `adapter`; those in flight keep what they have."""
-        self.adapter = adapter
-        self.version = version
+        self.versions.use_weights(version, self._num_tokens)
 
     def _num_tokens(self, request_id: str) -> int | None:
         """Tokens of a request in flight; None for one that has finished."""

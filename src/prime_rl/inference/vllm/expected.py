@@ -14,6 +14,7 @@ HEAD = "lm_head.weight"
 """Need not be stored where it is the embedding."""
 
 MAX_NAMED = 3
+"""Names that an error tells."""
 
 
 def shapes_of(directory: Path) -> Shapes:
@@ -43,15 +44,16 @@ def check_fits(directory: Path, found: Mapping[str, tuple[int, ...]], served: Ma
         return
     missing = sorted(served.keys() - found.keys())
     if missing:
-        raise ModelError(f"{directory} has no {_some(missing)}, which the served model has")
+        raise ModelError(f"{directory} has no {named(missing)}, which the served model has")
     unknown = sorted(found.keys() - served.keys() - {HEAD})
     if unknown:
-        raise ModelError(f"{directory} has {_some(unknown)}, which the served model has not")
+        raise ModelError(f"{directory} has {named(unknown)}, which the served model has not")
     for name, shape in served.items():
         if tuple(found[name]) != shape:
             raise ModelError(f"{directory}: {name} has shape {list(found[name])}, the served model's has {list(shape)}")
 
 
-def _some(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """The first of some names, and how many there are beside."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more

@@ -2,7 +2,7 @@
 
 vLLM's engine runs in processes of its own, which log what happened and leave the server with "see root cause above".
 `RecordCause` is a log handler in all of them (vLLM's own VLLM_LOGGING_CONFIG_PATH puts it there) and writes the
-exception to a file that the server reads. No vllm here: it is also loaded before vLLM is.
+exception that ended a process to a file that the server reads. No vllm here: it is also loaded before vLLM is.
 """
 
 import json
@@ -16,12 +16,25 @@ OUT_OF_MEMORY = re.compile(
     r"out of memory|desired GPU memory utilization|No available memory for the cache|Available memory on node", re.I
 )
 
+FATAL = (
+    "EngineCore failed to start",
+    "EngineCore encountered a fatal error",
+    "WorkerProc failed",
+    "RayWorkerProc failed",
+    "AsyncLLM output_handler failed",
+)
+"""How log lines begin that vLLM writes when a process of it ends for an exception. What a worker was asked and could
+not do ("WorkerProc hit an exception") need not end anything; where it does, the engine's own line quotes it."""
+
+MAX_MESSAGE = 4000
+"""Characters of an exception that are kept."""
+
 CONSEQUENCES = frozenset({"EngineDeadError"})
 """What the server's own process logs when an engine process is gone: no cause."""
 
 
 class RecordCause(logging.Handler):
-    """Appends the type and text of every logged exception to a file, a JSON object a line."""
+    """Appends the type and text of every exception that ended a process to a file, a JSON object a line."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -29,9 +42,9 @@ class RecordCause(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or type(error).__name__ in CONSEQUENCES:
+        if error is None or type(error).__name__ in CONSEQUENCES or not str(record.msg).startswith(FATAL):
             return
-        line = json.dumps({"type": type(error).__name__, "message": str(error)}) + "\n"
+        line = json.dumps({"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE]}) + "\n"
         with Path(self.path).open("a", encoding="utf-8") as file:
             file.write(line)
 
@@ -64,7 +77,7 @@ def logging_config(path: Path, environ: dict[str, str]) -> dict[str, Any]:
 
 
 class Causes:
-    """The exceptions that vLLM's processes have logged, in a file of this server."""
+    """The exceptions that ended processes of vLLM, in a file of this server."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "causes.jsonl"
@@ -77,7 +90,7 @@ class Causes:
         self._config.write_text(json.dumps(logging_config(self.path, dict(os.environ))), encoding="utf-8")
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(self._config)
 
-    def first(self) -> str | None:
+    def said(self) -> str | None:
         """The first cause as a sentence, with the way out where there is one; None where nothing was recorded."""
         if not self.path.exists():
             return None
@@ -88,7 +101,7 @@ class Causes:
 
 def sentence(kind: str, message: str) -> str:
     """One line of an exception's text, its type where the text says too little, and what to do about full memory."""
-    text = " ".join(re.sub(r"^\d+ validation errors? for \w+\s*", "", message).split())
+    text = without_wrapping(re.sub(r"^\d+ validation errors? for \w+\s*", "", message))
     text = re.sub(r"\s*\[type=\w+, input_value=.*", "", text)
     text = re.sub(r"^Value error, ", "", text)
     if len(text) > 400:
@@ -99,3 +112,9 @@ def sentence(kind: str, message: str) -> str:
         said += "inference.kv_cache_memory_gb is the size of its cache; inference.model.max_model_len and "
         said += "inference.max_num_seqs lower what it needs)"
     return said
+
+
+def without_wrapping(message: str) -> str:
+    """One line of what a worker said, without what vLLM puts around it."""
+    text = re.sub(r"^Call to \w+ method failed: ", "", " ".join(message.split()))
+    return re.sub(r"^Worker failed with error '(.*)', please check .*$", r"\1", text)

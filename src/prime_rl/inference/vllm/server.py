@@ -73,7 +73,7 @@ def _prepare_environment(causes: Causes, *, on_cpu: bool) -> None:
 
 
 def _in_a_sentence(error: Exception, causes: Causes) -> PrimeRLError:
-    said = causes.first() or sentence(type(error).__name__, str(error))
+    said = causes.said() or sentence(type(error).__name__, str(error))
     if not OUT_OF_MEMORY.search(said) and any(word in said for word in MODEL_FAULTS):
         return ModelError(f"vLLM cannot serve this model: {said}")
     return InferenceError(f"vLLM did not start: {said}")

@@ -10,9 +10,9 @@ vLLM reloads layer by layer. After both it is known what has arrived, and what w
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from prime_rl.inference.vllm.arguments import TRANSFER_BACKEND
 from prime_rl.inference.vllm.compat import known_fields
-from prime_rl.models.hf import read_safetensors
+from prime_rl.inference.vllm.files import Shards
 from prime_rl.transport.checksum import Tally
 
 IN_PLACE: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"})
@@ -42,9 +42,9 @@ class TransferEngine(NCCLWeightTransferEngine):
         self._in_place = False
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Ours: `{"directory": ...}`, or vLLM's for NCCL."""
-        if "directory" in update_dict:
-            return Path(update_dict["directory"])
+        """Ours: `{"shards": open files}`, or vLLM's for NCCL."""
+        if "shards" in update_dict:
+            return update_dict["shards"]
         return self.update_info_cls(**known_fields(self.update_info_cls, update_dict))
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
@@ -63,8 +63,8 @@ class TransferEngine(NCCLWeightTransferEngine):
     def receive_weights(self, update_info: Any) -> None:
         model = self.model
         tapped: Any = _Tapped(model, self)
-        if isinstance(update_info, Path):
-            tapped.load_weights(read_safetensors(update_info))
+        if isinstance(update_info, Shards):
+            tapped.load_weights(update_info.tensors())
             return
         # vLLM's engine hands what it receives to `self.model.load_weights`.
         self.model = tapped
@@ -72,6 +72,11 @@ class TransferEngine(NCCLWeightTransferEngine):
             super().receive_weights(update_info)
         finally:
             self.model = model
+        # vLLM's consumer makes streams for each transfer, and torch's allocator keeps a pool for every stream that it
+        # has ever seen: a gigabyte a transfer that nobody else can have, until the caches are emptied. vLLM 0.26 does
+        # not wait for its streams, either.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     def tap(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note each tensor as it comes; its checksum is computed where it will be served, without waiting."""

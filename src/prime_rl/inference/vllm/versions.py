@@ -4,12 +4,16 @@ A choice of an answer is a request to vLLM's engine. Its tokens are counted only
 paused then and everything that it sampled has been counted, so the tokens that a request has are those of the older
 weights, and later ones are of the newer.
 
-    generate() --begin--> Choices --(an update)--cut--> Choices --(the end)--runs--> "versions" of the answer
+    _add_request --begin--> Choices --(an update)--cut--> Choices --(the end)--runs--> "versions" of the answer
+
+A request with an adapter has one version, the adapter's: it keeps it to its end, and full weights, which would change
+what it samples, end it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from prime_rl.transport.api import VersionRuns
 
@@ -20,6 +24,7 @@ class Choice:
 
     request_id: str
     starts: list[tuple[int, int]]
+    has_adapter: bool = False
     num_tokens: int = 0
     """Of the finished request."""
 
@@ -45,23 +50,9 @@ class Prompt:
     """The choices of one prompt of an answer."""
 
     num_choices: int
-    adapter_version: int | None
-    """The version of the adapter that the request keeps to its end; None: it goes on with whatever is served."""
     choices: dict[int, Choice] = field(default_factory=dict)
-
-    def begin(self, index: int, request_id: str, version: int) -> None:
-        """Choice `index` is given to the engine now, under this id, while weights `version` are served."""
-        started = version if self.adapter_version is None else self.adapter_version
-        self.choices[index] = Choice(request_id, [(0, started)])
-
-    def cut(self, count: Callable[[str], int | None], version: int) -> None:
-        """New full weights are served from now on. `count` tells how many tokens a request in flight has."""
-        if self.adapter_version is not None:
-            return
-        for choice in self.choices.values():
-            num_tokens = count(choice.request_id)
-            if num_tokens is not None:
-                choice.cut(num_tokens, version)
+    is_dropped: bool = False
+    """A choice of it was ended by new weights; there is no answer."""
 
     def runs(self) -> list[VersionRuns]:
         """For each choice, in order; nothing sampled is an empty list."""
@@ -73,6 +64,11 @@ class Answer:
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
+
+    @property
+    def is_dropped(self) -> bool:
+        """New weights ended a part of it."""
+        return any(prompt.is_dropped for prompt in self.prompts)
 
     def runs(self) -> list[VersionRuns]:
         """For each choice of the answer."""
@@ -86,7 +82,42 @@ PROMPT: ContextVar[Prompt | None] = ContextVar("prime_rl_prompt", default=None)
 """The prompt that is being given to the engine."""
 
 
-def cut_all(prompts: Iterable[Prompt], count: Callable[[str], int | None], version: int) -> None:
-    """Note for every prompt in flight what it has, at an update to full weights `version`."""
-    for prompt in prompts:
-        prompt.cut(count, version)
+class Versions:
+    """What samples now: full weights `base`, and an adapter on top of them where there is one."""
+
+    def __init__(self) -> None:
+        self.base = 0
+        """The full weights; an adapter changes nothing about them."""
+        self.adapter: Any = None
+        """vLLM's LoRARequest, which requests are given that name no adapter of their own."""
+        self.in_flight: set[Prompt] = set()
+        """Prompts whose versions are asked for."""
+        self._adapter_version = 0
+
+    def begin(self, request: Any, prompt: Prompt | None, index: int) -> None:
+        """`request`, vLLM's, is given to the engine now, as choice `index` of `prompt`: it gets the adapter and, in the
+        same moment, the version that say the same."""
+        version = self.base
+        if request.lora_request is None and self.adapter is not None and request.sampling_params is not None:
+            request.lora_request, version = self.adapter, self._adapter_version
+        if prompt is not None:
+            prompt.choices[index] = Choice(request.request_id, [(0, version)], request.lora_request is not None)
+
+    def use_adapter(self, adapter: Any, version: int) -> None:
+        """Requests that begin from now on are given `adapter`; None: none. Those in flight keep what they have."""
+        self.adapter, self._adapter_version = adapter, version
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """These requests are ended; what they belong to gets no answer."""
+        for prompt in self.in_flight:
+            if any(choice.request_id in request_ids for choice in prompt.choices.values()):
+                prompt.is_dropped = True
+
+    def use_weights(self, version: int, count: Callable[[str], int | None]) -> None:
+        """New full weights sample from now on. `count` tells how many tokens a request in flight has."""
+        self.base, self.adapter = version, None
+        for prompt in self.in_flight:
+            for choice in prompt.choices.values():
+                num_tokens = None if choice.has_adapter else count(choice.request_id)
+                if num_tokens is not None:
+                    choice.cut(num_tokens, version)

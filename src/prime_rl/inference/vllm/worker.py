@@ -4,13 +4,16 @@ vLLM mixes the class into its own worker. Importing this module, which vLLM does
 registers our weight-transfer engine: vLLM has no other moment for it.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
-from prime_rl.errors import InferenceError
+from prime_rl.errors import InferenceError, ModelError
 from prime_rl.inference.vllm import cpu_lora, transfer
+from prime_rl.inference.vllm.expected import named
+from prime_rl.inference.vllm.files import Shards
 from prime_rl.inference.vllm.served import served_tensors, without_adapters
 from prime_rl.logs import get_logger
 from prime_rl.transport.checksum import combined, entries
@@ -21,9 +24,6 @@ if current_platform.is_cpu():
 
 logger = get_logger(__name__)
 
-MAX_NAMED = 3
-"""Parameters that an error names."""
-
 
 class WeightsExtension:
     """Methods that the server calls on every worker. Names begin with `prime_rl`, for vLLM's own must not be hidden."""
@@ -31,25 +31,38 @@ class WeightsExtension:
     weight_transfer_engine: transfer.TransferEngine
     vllm_config: Any
     model_runner: Any
+    _prime_rl_shards: Shards | None = None
 
-    def prime_rl_take_weights(self, source: dict[str, Any], digest: str | None) -> dict[str, str]:
-        """Load weights as `source` says: `{"digest": of what came}`.
+    def prime_rl_open_weights(self, directory: str | None) -> dict[str, str]:
+        """Open the files of a directory, so that nothing can take them away between two tensors: `{}`, or `{"error":
+        why}` with nothing changed. None: close those that are open."""
+        self._prime_rl_shards = None
+        try:
+            self._prime_rl_shards = None if directory is None else Shards(Path(directory))
+        except (ModelError, OSError) as error:
+            return {"error": str(error)}
+        return {}
+
+    def prime_rl_take_weights(self, announced: dict[str, Any] | None, digest: str | None) -> dict[str, str]:
+        """Load what is `announced` by NCCL, or the open files where nothing is: `{"digest": of what came}`.
 
         `{"error": why}` when that is not `digest`, or when a parameter is not what came; the model is not to be used
         then. Errors are answers here: where several workers raise one, vLLM's executor takes the second worker's for
         the answer to its next question.
         """
         try:
-            return {"digest": self._prime_rl_take(source, digest)}
+            return {"digest": self._prime_rl_take(announced, digest)}
         except Exception as error:
             logger.exception("The weights were not taken")
             return {"error": str(error) or type(error).__name__}
+        finally:
+            self._prime_rl_shards = None
 
-    def _prime_rl_take(self, source: dict[str, Any], digest: str | None) -> str:
+    def _prime_rl_take(self, announced: dict[str, Any] | None, digest: str | None) -> str:
         worker: Any = self
         with without_adapters(self.model_runner.get_model()):
             worker.start_weight_update()
-            worker.update_weights(source)
+            worker.update_weights({"shards": self._prime_rl_shards} if announced is None else announced)
             worker.finish_weight_update()
             came = self.weight_transfer_engine.arrived.entries()
             found = combined(came)
@@ -67,7 +80,7 @@ class WeightsExtension:
             names = {name for name, _ in model.named_parameters() if _kind(name) in kinds}
             unwritten = sorted(names - engine.written)
             if unwritten:
-                raise InferenceError(f"{len(unwritten)} parameters got no weights: {_some(unwritten)}")
+                raise InferenceError(f"{len(unwritten)} parameters got no weights: {named(unwritten)}")
         if self._prime_rl_why_unreadable() is not None:
             return
         with torch.inference_mode():
@@ -76,9 +89,9 @@ class WeightsExtension:
         missing = sorted(served.keys() - came.keys())
         wrong = sorted(name for name in same_type if came[name].checksum != served[name].checksum)
         if missing:
-            raise InferenceError(f"{len(missing)} parameters got no weights: {_some(missing)}")
+            raise InferenceError(f"{len(missing)} parameters got no weights: {named(missing)}")
         if wrong:
-            raise InferenceError(f"{len(wrong)} parameters are not what arrived: {_some(wrong)}")
+            raise InferenceError(f"{len(wrong)} parameters are not what arrived: {named(wrong)}")
 
     def prime_rl_checksums(self) -> dict[str, Any]:
         """`{"tensors": Hugging Face name -> checksum of what this worker serves}`, or `{"error": why}`."""
@@ -110,8 +123,3 @@ class WeightsExtension:
 
 def _kind(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _some(names: list[str]) -> str:
-    more = ", ..." if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -5,14 +5,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from prime_rl.inference.vllm.answers import OlderNames, SayVersions, with_versions
-from prime_rl.inference.vllm.versions import ANSWER, Answer, Prompt
+from prime_rl.inference.vllm.versions import ANSWER, Answer, Choice, Prompt
 
 
 def sampled(version, num_tokens):
-    prompt = Prompt(1, None)
-    prompt.begin(0, "r", version)
-    prompt.choices[0].num_tokens = num_tokens
-    return prompt
+    return Prompt(1, {0: Choice("r", [(0, version)], num_tokens=num_tokens)})
 
 
 async def generate(request):
@@ -29,6 +26,11 @@ async def stream(request):
 async def in_pieces(request):
     ANSWER.get().prompts.append(sampled(1, 2))
     return StreamingResponse(iter([b'{"a"', b": 1}\n"]), media_type="application/json")
+
+
+async def dropped(request):
+    ANSWER.get().prompts += [sampled(1, 2), Prompt(1, is_dropped=True)]
+    return JSONResponse({"choices": [{"finish_reason": "abort"}]})
 
 
 async def bad(request):
@@ -107,3 +109,11 @@ async def test_what_an_ended_engine_answers_is_a_503_that_says_why(endpoint):
 )
 def test_only_objects_get_a_key_more(body, expected):
     assert with_versions(body, Answer()) == expected
+
+
+async def test_an_answer_that_new_weights_ended_tells_to_ask_again():
+    app = SayVersions(Starlette(routes=[Route("/v1/completions", dropped, methods=["POST"])]), lambda: None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        answer = await client.post("/v1/completions")
+    assert (answer.status_code, "Retry-After" in answer.headers) == (503, True)
+    assert "ask again" in answer.json()["error"]["message"]

@@ -18,19 +18,44 @@ class EngineDeadError(Exception):
     """vLLM's, by its name."""
 
 
-def test_the_first_logged_exception_is_the_cause(tmp_path):
+def logged(logger, message, error, *arguments):
+    """Log an exception as vLLM does."""
+    try:
+        raise error
+    except Exception:
+        logger.exception(message, *arguments)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A logger of vLLM's, and what was recorded of it."""
     causes = Causes(tmp_path)
-    assert causes.first() is None
     logger = logging.Logger("engine")
     logger.addHandler(RecordCause(str(causes.path)))
+    return logger, causes
+
+
+def test_what_ended_a_process_is_the_cause(recorded):
+    logger, causes = recorded
+    assert causes.said() is None
     logger.error("no exception")
-    logger.error("the engine is gone", exc_info=EngineDeadError("see above"))
-    for error in (ValueError("the model has too many heads"), RuntimeError("see root cause above")):
-        try:
-            raise error
-        except Exception:
-            logger.exception("EngineCore failed to start.")
-    assert causes.first() == "the model has too many heads"
+    logged(logger, "AsyncLLM output_handler failed.", EngineDeadError("see above"))
+    logged(logger, "WorkerProc failed to start.", ValueError("the model has too many heads"))
+    logged(logger, "EngineCore failed to start.", RuntimeError("see root cause above"))
+    assert causes.said() == "the model has too many heads"
+
+
+def test_what_ended_nothing_is_no_cause_and_takes_no_room(recorded):
+    logger, causes = recorded
+    for _ in range(1000):
+        logged(logger, "Invocation of %s method failed", ValueError("no such adapter"), "add_lora")
+        logged(logger, "WorkerProc hit an exception.", ValueError("no such adapter"))
+        logged(logger, "Error in preprocessing prompt inputs", TypeError("a prompt must be text"))
+    assert not causes.path.exists()
+    engine_says = "Worker failed with error 'the GPU fell off the bus', please check the stack trace above"
+    logged(logger, "EngineCore encountered a fatal error.", RuntimeError(engine_says + " " * 10**6))
+    assert causes.said() == "the GPU fell off the bus"
+    assert causes.path.stat().st_size < 10_000
 
 
 def test_it_is_recorded_by_any_process_that_vllm_starts(tmp_path, monkeypatch):
@@ -48,10 +73,10 @@ def test_it_is_recorded_by_any_process_that_vllm_starts(tmp_path, monkeypatch):
     try:
         raise KeyError("x")
     except KeyError:
-        logger.exception("failed")
+        logger.exception("EngineCore failed to start.")
     finally:
         logger.handlers.clear()
-    assert causes.first() == "KeyError: 'x'"
+    assert causes.said() == "KeyError: 'x'"
 
 
 def test_a_logging_configuration_of_the_users_stays(tmp_path, monkeypatch):
