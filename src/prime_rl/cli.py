@@ -1,6 +1,7 @@
 """The commands. Each parses its command line and calls one function; imports happen inside, so `--help` stays fast."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -175,6 +176,10 @@ def _inference(config: "InferenceConfig") -> None:
     from prime_rl.config.command import begin
 
     begin("inference", config)
+    # Until it serves, Ctrl-C ends it without an exception: one is lost where Python cannot raise it, in the callbacks
+    # that importing a module runs hundreds of.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from prime_rl.inference.server import run
 
     run(config)

@@ -70,3 +70,24 @@ async def test_metrics_are_prometheus_text_and_count_what_was_served(api):
     await api.await_metric("vllm:prompt_tokens_total", lambda count: count == before[0] + 7)
     await api.await_metric("vllm:generation_tokens_total", lambda count: count == before[1] + 5)
     assert await api.metric("prime_rl:weights_version") == 0
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/chat/completions/batch",
+        "/generative_scoring",
+        "/invocations",
+        "/v1/load_lora_adapter",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+    ],
+)
+async def test_no_other_route_samples_or_changes_what_is_served(api, route):
+    """What samples is tied to weights and versions, on the routes that promise it, or it is not there."""
+    answer = await api.http.post(route, json={"model": api.model, "input": "hi", "messages": HI, "max_tokens": 4})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, 404)
+    assert route in error["message"]

@@ -130,7 +130,8 @@ class InferenceConfig(ProcessConfig):
     kv_cache_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of running requests when weights are updated: they go on with what the older weights
     computed, or compute it anew. Either way, no later request is given what older weights computed. With
-    `kv_cache_offload`, always recompute."""
+    `kv_cache_offload` it is recompute, and keep is refused: blocks that were offloaded are found again by their tokens,
+    whatever weights computed them."""
 
     enable_lora: bool = False
     """Whether adapters can be loaded; with `rl` it follows from `trainer.model.lora`."""
@@ -171,6 +172,19 @@ class InferenceConfig(ProcessConfig):
 
     api_key: str | None = None
     """Bearer key that every route but `/health` asks for. None: none is asked for, and only loopback is served."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _offloaded_cache(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("kv_cache_offload") in (None, "None"):
+            return given
+        if given.get("kv_cache_on_update", "recompute") == "keep":
+            raise Conflict(
+                "kv_cache_offload needs kv_cache_on_update = 'recompute': offloaded blocks cannot be kept apart from "
+                "those of newer weights; leave one of them out",
+                "kv_cache_on_update",
+            )
+        return given | {"kv_cache_on_update": "recompute"}
 
     @model_validator(mode="after")
     def _lora(self) -> Any:

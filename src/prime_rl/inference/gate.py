@@ -4,7 +4,7 @@ Plain ASGI, so that both backends use the same: in front of our own application,
 """
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,6 +68,29 @@ class MinVersion:
                 retry_after_s=OUTDATED_RETRY_S,
             )
             await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class OnlyRoutes:
+    """Answers 404 to every path but `paths`, WebSockets included.
+
+    vLLM's server has dozens of routes. Those that nobody has tied to weights and versions would sample with whatever
+    is served, or change it.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+        self._app = app
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._paths:
+            message = f"{scope['method']} {scope['path']}: this server has no such route; it serves "
+            message += f"{', '.join(sorted(self._paths))}"
+            await error_response(message, status=404)(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
         else:
             await self._app(scope, receive, send)
 

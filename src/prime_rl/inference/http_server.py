@@ -71,12 +71,18 @@ class Server(uvicorn.Server):
         self._failure = failure
         self.engine_failure: str | None = None
         """Why the engine stopped, where that ended the server."""
+        self._is_told = False
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; uvicorn asks ten times a second."""
         if self._failure is not None:
             self.engine_failure = self.engine_failure or self._failure()
-        return await super().on_tick(counter) or self.engine_failure is not None
+        return await super().on_tick(counter) or self.engine_failure is not None or self._is_told
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """A signal's handler: the server ends at its next tick, also where uvicorn does not listen to signals yet."""
+        self._is_told = True
+        logger.info("Stopped by %s", signal.Signals(number).name)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._close()
@@ -89,9 +95,9 @@ async def serve_until_stopped(server: Server, listener: socket.socket) -> None:
     A failed engine serves no more, so it ends the server, too: requests in flight are answered, then InferenceError.
     """
     # uvicorn stops on a signal and then raises it again for the handler that was there before. Being told to stop is
-    # no failure, so that handler does nothing.
+    # no failure, so that handler does nothing then.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stopped)
+        signal.signal(number, server.stop)
     host, port = listener.getsockname()[:2]
     try:
         await server.serve(sockets=[listener])
@@ -106,10 +112,6 @@ def say_where(listener: socket.socket, model: str, api_key: str | None, engine: 
     host, port = listener.getsockname()[:2]
     key = "API key" if api_key else "no key"
     logger.info("Serving %s on http://%s:%d (%s)%s", model, host, port, key, f" with {engine}" if engine else "")
-
-
-def _stopped(number: int, frame: FrameType | None) -> None:
-    logger.info("Stopped by %s", signal.Signals(number).name)
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

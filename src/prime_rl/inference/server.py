@@ -56,6 +56,7 @@ ONLY_VLLM: dict[str, object] = {
 
 def run(config: InferenceConfig) -> None:
     """Serve until SIGTERM or SIGINT; InferenceError when the engine fails."""
+    check_alone(config)
     backend = choose_backend(config)
     api_key = api_key_of(config)
     # Bound before the model is loaded, so that a taken port is known at once.
@@ -67,6 +68,16 @@ def run(config: InferenceConfig) -> None:
         tokenizer, replies = TextTokenizer.load(directory), ReplyFormat.of(config.model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_load_and_serve(config, directory, tokenizer, replies, listener, api_key))
+
+
+def check_alone(config: InferenceConfig) -> None:
+    """Raise ConfigError for what only a launcher can do; one writes `router = false` for the servers that it starts."""
+    if config.router:
+        raise ConfigError(
+            "router is for rl, which starts vllm-router in front of its servers, and `inference` is one server: leave "
+            "the key out, start vllm-router yourself, and name it in the orchestrator's client.base_url and the "
+            "servers in client.admin_base_url"
+        )
 
 
 def choose_backend(config: InferenceConfig) -> BackendName:

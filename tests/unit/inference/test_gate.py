@@ -7,7 +7,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from prime_rl.inference.gate import BearerKey, BodyLimit, MinVersion
+from prime_rl.inference.gate import BearerKey, BodyLimit, MinVersion, OnlyRoutes
 from prime_rl.transport.api import MIN_VERSION_HEADER, ErrorResponse
 
 GENERATE = "/inference/v1/generate"
@@ -105,3 +105,21 @@ async def test_a_body_within_the_limit_passes_and_a_larger_one_is_refused(in_pie
         larger = await client.post("/", content=pieces(1025) if in_pieces else b"x" * (2**20 + 1))
     assert larger.status_code == 413
     assert larger.json()["error"]["message"] == "the request body is larger than 1 MiB"
+
+
+async def test_only_the_routes_of_the_contract_are_there():
+    async with client_of(OnlyRoutes(app(), {"/health", GENERATE})) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post(GENERATE)).status_code == 200
+        for path in ("/v1/responses", "/v1/chat/completions/batch", "/generative_scoring", "/health/", f"{GENERATE}/x"):
+            answer = await client.post(path)
+            assert answer.status_code == 404
+            error = ErrorResponse.model_validate_json(answer.content).error
+            assert error.message == f"POST {path}: this server has no such route; it serves /health, {GENERATE}"
+
+
+def test_a_websocket_is_no_route_of_the_contract():
+    client = TestClient(OnlyRoutes(app(), {"/v1/realtime"}))
+    with pytest.raises(WebSocketDisconnect) as refusal, client.websocket_connect("/v1/realtime"):
+        pass
+    assert refusal.value.code == 1008

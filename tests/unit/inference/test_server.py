@@ -4,6 +4,7 @@ import socket
 
 import httpx
 import pytest
+import uvicorn
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
@@ -193,3 +194,38 @@ async def test_a_server_that_is_told_to_stop_ends_without_an_error(own_signals, 
         async with asyncio.timeout(20):
             await serving
     assert backend.closed
+
+
+async def test_being_told_to_stop_before_uvicorn_listens_to_signals_is_not_lost(
+    own_signals, make_backend, tokenizer, monkeypatch
+):
+    backend = make_backend()
+    administration = EmbeddedAdministration(backend, first=backend.weights().items)
+    service = Service.build(
+        backend, tokenizer, model_name="tiny", model_root="/models/tiny", administration=administration
+    )
+    serve_http = uvicorn.Server.serve
+
+    async def told(self, sockets=None):
+        signal.raise_signal(signal.SIGINT)
+        await serve_http(self, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "serve", told)
+    with bind("127.0.0.1", 0) as listener:
+        async with asyncio.timeout(20):
+            await serve(service, listener, None)
+    assert backend.closed
+
+
+def test_a_router_is_refused_by_a_server_that_stands_alone(free_port):
+    with pytest.raises(ConfigError, match=r"start vllm-router yourself.*client\.base_url.*client\.admin_base_url"):
+        run(config(router=True, server={"port": free_port}))
+
+
+def test_an_offloaded_cache_is_computed_anew_and_cannot_be_kept():
+    assert config(kv_cache_offload={}).kv_cache_on_update == "recompute"
+    assert config(kv_cache_offload=None).kv_cache_on_update == "keep"
+    written = config(kv_cache_offload={}, kv_cache_on_update="recompute").model_dump()
+    assert config(**written).kv_cache_on_update == "recompute"
+    with pytest.raises(ValueError, match="kv_cache_offload needs kv_cache_on_update = 'recompute'"):
+        config(kv_cache_offload={}, kv_cache_on_update="keep")

@@ -1,6 +1,6 @@
 """vLLM's own OpenAI server, built from its parts, with our routes and gates in front.
 
-BearerKey > BodyLimit > OlderNames > MinVersion > SayVersions > (our admin routes, then all of vLLM's) > VersionedLLM
+BearerKey > OnlyRoutes > BodyLimit > OlderNames > MinVersion > SayVersions > (our admin routes, vLLM's) > VersionedLLM
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from vllm.utils.system_utils import set_ulimit
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, ModelError
 from prime_rl.inference import admin
-from prime_rl.inference.gate import BearerKey, BodyLimit, MinVersion
+from prime_rl.inference.gate import GENERATION_ROUTES, BearerKey, BodyLimit, MinVersion, OnlyRoutes
 from prime_rl.inference.http import error_response
 from prime_rl.inference.http_server import Server, say_where, serve_until_stopped
 from prime_rl.inference.vllm import compat
@@ -38,6 +38,9 @@ from prime_rl.inference.vllm.arguments import Facts, arguments, check_known, com
 from prime_rl.inference.vllm.engine import VersionedLLM
 from prime_rl.inference.vllm.failures import Causes, sentence
 from prime_rl.models.hf import read_json
+
+OTHER_ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/metrics", "/openapi.json", "/version", "/ping", "/load")
+"""Routes of vLLM's that are served beside those that sample tokens: they change nothing."""
 
 ENGINE_STOP_S = 1.0
 """How long vLLM's processes get to end by themselves."""
@@ -153,7 +156,8 @@ async def build_app(args: Namespace, engine: VersionedLLM, administration: VLLMA
 def gated(app: ASGIApp, administration: VLLMAdministration, api_key: str | None) -> ASGIApp:
     """The application behind what a request must pass."""
     saying = SayVersions(app, administration.unavailable)
-    inner = BodyLimit(OlderNames(MinVersion(saying, served=lambda: administration.served().version)))
+    bounded = BodyLimit(OlderNames(MinVersion(saying, served=lambda: administration.served().version)))
+    inner = OnlyRoutes(bounded, {*(route.path for route in admin.routes()), *GENERATION_ROUTES, *OTHER_ROUTES})
     return inner if api_key is None else BearerKey(inner, api_key)
 
 
