@@ -82,7 +82,11 @@ def cost(samples: Sequence[tuple[float, float]], started: float, ended: float) -
 
 
 def publish_on_demand(spec: dict[str, Any]) -> None:
-    """The publisher's process: for each step read, change the weights and publish them as the trainer would."""
+    """The publisher's process: for each step read, change the weights and publish them as the trainer would.
+
+    Printed: READY, then the times of each publication as a line of JSON. `spec["added"]`: what is added to the first
+    parameter, twice that to the second, and so on.
+    """
     import torch  # noqa: PLC0415 (the other processes need none)
 
     from prime_rl.models.hf import load_decoder  # noqa: PLC0415
@@ -99,7 +103,7 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
         assets=model_dir,
         tokenizer=model_dir,
         dtype=dtype,
-        max_steps=None,
+        max_steps=spec["max_steps"],
         interval=None,
         keep_last=2,
     )
@@ -112,8 +116,8 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
     print(READY, flush=True)
     for line in sys.stdin:
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.0005)
+            for number, parameter in enumerate(model.parameters(), 1):
+                parameter.mul_(1.0005).add_(number * spec["added"])
         if device.type == "cuda":
             torch.cuda.synchronize()
         started = time.monotonic()
@@ -231,7 +235,7 @@ async def measure(server: Server, setting: Setting, via: str, args: argparse.Nam
     """A few updates under load, and a line about the load."""
     output_dir, port = setting.logs / f"run-{via}", args.port
     spec = {"via": via, "port": port, "device": setting.device, "dtype": setting.dtype}
-    spec |= {"model_dir": str(setting.model_dir), "output_dir": str(output_dir)}
+    spec |= {"model_dir": str(setting.model_dir), "output_dir": str(output_dir), "max_steps": None, "added": 0.0}
     publisher = await asyncio.to_thread(Publisher, spec, _last_gpu())
     probe = Probe(server, setting.work.vocab)
     seconds = (args.updates + 2) * 2 * SETTLE_S

@@ -1,5 +1,6 @@
 """Weights on GPUs: checksums as on the CPU, and a trainer on one that reaches a vLLM server on another over NCCL."""
 
+import json
 import os
 import subprocess
 import sys
@@ -28,33 +29,6 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 MEETING_PORT = 29541
-TRAINER = """
-import sys, time
-from pathlib import Path
-import torch
-from prime_rl.models.hf import load_decoder
-from prime_rl.trainer.publish import BroadcastPublisher, WeightPublisher
-from prime_rl.transport.nccl import NcclSender
-
-model_dir, root, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-model = load_decoder(str(model_dir), device="cuda")
-options = {"model": model, "dtype": torch.bfloat16}
-files = WeightPublisher(
-    **options, weights_dir=root / "weights", assets=model_dir, tokenizer=model_dir,
-    max_steps=4, interval=None, keep_last=9,
-)
-sender = NcclSender(host="127.0.0.1", port=port, world_size=2, device=torch.device("cuda"), timeout=240)
-publisher = BroadcastPublisher(**options, sender=sender, root=root / "broadcasts", timeout=240, files=files)
-for step in map(int, sys.stdin):
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters(), 1):
-            parameter += number / 1024
-    torch.cuda.synchronize()
-    started = time.monotonic()
-    publisher.publish(step)
-    print(f"published {step} {started} {time.monotonic()}", flush=True)
-sender.close()
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -153,7 +127,7 @@ def take(
     first = http.post("/inference/v1/generate", json=request(model, 1)).json()
     token = time.monotonic()
     assert first["versions"] == [[[step, 1]]]
-    started, published = told(process, step)
+    started, published = told(process)
     return {"publish": published - started, "served": served - started, "first token": token - started}
 
 
@@ -165,11 +139,11 @@ def assert_arrived(http: httpx.Client, directory: Path, step: int) -> None:
     assert len(expected) > 190
 
 
-def told(process: "subprocess.Popen[str]", step: int) -> tuple[float, float]:
+def told(process: "subprocess.Popen[str]") -> tuple[float, float]:
     for line in process.stdout:
-        if line.startswith(f"published {step} "):
-            started, ended = line.split()[2:]
-            return float(started), float(ended)
+        if line.startswith("{"):
+            times = json.loads(line)
+            return times["started"], times["ended"]
     raise AssertionError(f"the trainer ended with {process.wait(60)}")
 
 
@@ -239,7 +213,10 @@ def wait_until_healthy(http: httpx.Client, process: "subprocess.Popen[bytes]", l
 
 @contextmanager
 def trainer(model: Path, root: Path) -> Iterator["subprocess.Popen[str]"]:
-    words = [sys.executable, "-c", TRAINER, str(model), str(root), str(MEETING_PORT)]
+    """The benchmark's: publishes each step that it reads."""
+    spec = {"via": "nccl", "port": MEETING_PORT, "device": "cuda", "dtype": "bfloat16", "max_steps": 4}
+    spec |= {"model_dir": str(model), "output_dir": str(root), "added": 1 / 1024}
+    words = [sys.executable, "benchmarks/update.py", "--publisher", json.dumps(spec)]
     process = subprocess.Popen(words, cwd=ROOT, env=on_gpu(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
