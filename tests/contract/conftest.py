@@ -30,6 +30,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     # vLLM adds an adapter to each request as it comes, and a request keeps its own to its end. The embedded engine adds
     # it to the weights, as any other update. Both say truly which tokens came from which.
     "runs of a request that an adapter comes across": {"embedded": 2, "vllm": 1},
+    # So full weights would change what a request samples whose adapter stays; vLLM's server ends it.
+    "status of a request with an adapter that full weights come across": {"embedded": 200, "vllm": 503},
 }
 """Where backends answer differently and may: what -> backend -> its answer.
 

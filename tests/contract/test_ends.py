@@ -53,11 +53,12 @@ def test_serving_the_network_without_a_key_is_refused(starting):
     assert "Traceback" not in printed
 
 
-def test_being_told_to_stop_while_it_loads_ends_it(starting):
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT], ids=["terminate", "ctrl-c"])
+def test_being_told_to_stop_while_it_loads_ends_it(starting, told):
     server = starting()
     time.sleep(4.0)
     family = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(told)
     printed = server.ended(timeout=30)
     assert "Traceback" not in printed
     _, alive = psutil.wait_procs(family, timeout=5)
