@@ -271,8 +271,6 @@ class VLLMAdministration:
             if self.failure() is not None:
                 raise
             raise ModelError(f"vLLM refuses the adapter {update.directory}: {error}") from error
-        if adapter is None:
-            raise ModelError(f"vLLM has not added the adapter {update.directory}")
         self._engine.versions.use_adapter(adapter, version)
         self._adapter_tensors = {name: entry.checksum for name, entry in loaded.published.tensors.items()}
         self._served = ServedWeights(version=version, digest=loaded.published.digest)

@@ -118,10 +118,13 @@ class VersionedLLM(AsyncLLM):
         if ended:
             await self.abort(ended, internal=True)
 
-    async def add_adapter(self, name: str, number: int, directory: Path) -> LoRARequest | None:
-        """Have the workers load an adapter; None where vLLM says no. `name` and `number` were never used before."""
-        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
-        return adapter if await self.add_lora(adapter) else None
+    async def add_adapter(self, name: str, number: int, directory: Path) -> LoRARequest:
+        """Have the workers load an adapter. `name` and `number` were never used before.
+
+        Raises: InferenceError where one of them cannot.
+        """
+        await self.ask_workers("prime_rl_add_adapter", name, number, str(directory))
+        return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
 
     async def join_transfer(self, info: dict[str, Any]) -> None:
         """Have the workers join the trainer's NCCL group."""

@@ -44,9 +44,17 @@ def run(config: InferenceConfig, model_dir: Path, listener: socket.socket, api_k
     with tempfile.TemporaryDirectory(prefix="prime-rl-vllm-") as scratch:
         causes = Causes(Path(scratch))
         _prepare_environment(causes, on_cpu=config.device == "cpu")
-        before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        told: list[int] = []
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            told.append(number)
+            raise _Stopped
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             serving = importlib.import_module("prime_rl.inference.vllm.serving")
+            if told:  # the exception was lost, as it is in the callbacks that importing a module runs
+                return
             uvloop.run(serving.serve(config, model_dir, listener, api_key, causes))
         except _Stopped:
             return
@@ -77,7 +85,3 @@ def _in_a_sentence(error: Exception, causes: Causes) -> PrimeRLError:
     if not OUT_OF_MEMORY.search(said) and any(word in said for word in MODEL_FAULTS):
         return ModelError(f"vLLM cannot serve this model: {said}")
     return InferenceError(f"vLLM did not start: {said}")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Stopped

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from prime_rl.errors import InferenceError, ModelError
@@ -92,6 +93,16 @@ class WeightsExtension:
             raise InferenceError(f"{len(missing)} parameters got no weights: {named(missing)}")
         if wrong:
             raise InferenceError(f"{len(wrong)} parameters are not what arrived: {named(wrong)}")
+
+    def prime_rl_add_adapter(self, name: str, number: int, directory: str) -> dict[str, str]:
+        """Load an adapter, beside those that there are: `{}`, or `{"error": why}`."""
+        worker: Any = self
+        try:
+            is_added = worker.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory))
+        except Exception as error:
+            logger.warning("The adapter %s was not added", directory, exc_info=True)
+            return {"error": str(error) or type(error).__name__}
+        return {} if is_added else {"error": "vLLM has not added it"}
 
     def prime_rl_checksums(self) -> dict[str, Any]:
         """`{"tensors": Hugging Face name -> checksum of what this worker serves}`, or `{"error": why}`."""

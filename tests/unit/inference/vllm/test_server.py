@@ -1,6 +1,8 @@
 import os
 import signal
 import socket
+import sys
+import weakref
 
 import pytest
 
@@ -84,3 +86,20 @@ def test_the_cause_that_an_engine_process_logged_is_said(run):
 def test_what_comes_of_the_model_is_a_model_error(run):
     with pytest.raises(ModelError, match="Model architectures"):
         run(raising(ValueError("Model architectures ['X'] are not supported for now.")))
+
+
+def test_being_told_to_stop_where_python_drops_the_exception_is_not_lost(monkeypatch, tmp_path):
+    """As in the callback of a weak reference, of which imports run hundreds."""
+
+    def importing(name):
+        monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+        referent = Serving(None)
+        reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
+        del referent
+        assert reference() is None
+        return Serving(raising(AssertionError("it serves")))
+
+    monkeypatch.setattr(server.os, "environ", {})
+    monkeypatch.setattr(server.importlib, "import_module", importing)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server.run(CONFIG, tmp_path, listener, None)
