@@ -229,6 +229,11 @@ CASES = [
         "set api_server_count to 1",
         ["api_server_count = 2 (--api-server-count)"],
     ),
+    (
+        "inference --kv-cache-offload.cpu.num-bytes 1024 --kv-cache-on-update keep",
+        "leave one of them out",
+        ["kv_cache_on_update = keep (--kv-cache-on-update)"],
+    ),
     # evaluation
     (
         "eval --no-eval-base",
