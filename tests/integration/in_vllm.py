@@ -139,10 +139,8 @@ class Model:
 
 def tensors_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Smaller than a buffer, as large, larger, one that ends a buffer, and one that is not contiguous."""
-    # In words of four bytes, so that what is unpacked begins at one, as the checksum wants it.
-    full = BUFFER_BYTES // 4
-    words = [1, 3, full, 7, 2 * full + 1, 5, full - 5, 1, 1, *(i * 7 % 50 + 1 for i in range(60))]
-    sizes = [size * 4 // dtype.itemsize for size in words]
+    full = BUFFER_BYTES // dtype.itemsize  # odd sizes: what follows begins in the middle of a word
+    sizes = [1, 3, full, 7, 2 * full + 1, 5, full - 5, 1, 1, *(i * 7 % 50 + 1 for i in range(60))]
     generator = torch.Generator().manual_seed(0)
     tensors = {f"t{i}": torch.randn(size, generator=generator).to(dtype) for i, size in enumerate(sizes)}
     matrix = torch.randn(11, 6, generator=generator).to(dtype)

@@ -36,6 +36,8 @@ def checksum_on_device(tensor: Tensor) -> Tensor:
     """The checksum as an int64 scalar on the tensor's device, so that many can be fetched at once."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     size = next(size for size in _WORDS if flat.numel() % size == 0)
+    if flat.storage_offset() % size:  # behind a tensor of odd size in one buffer
+        flat = flat.clone()
     words = flat.view(_WORDS[size])
     return _on_cpu(words) if words.device.type == "cpu" else _on_gpu(words)
 

@@ -71,6 +71,11 @@ def test_a_view_counts_as_the_tensor_that_it_shows():
     assert checksum(tensor.T) == checksum(tensor.T.contiguous()) != checksum(tensor)
 
 
+def test_a_tensor_may_begin_anywhere_in_its_buffer():
+    buffer = torch.arange(1, 12, dtype=torch.uint8)
+    assert checksum(buffer[2:10]) == checksum(buffer[2:10].clone())
+
+
 def test_a_tally_notes_tensors_as_they_were_and_in_order():
     tensor, tally = torch.ones(3), Tally()
     tally.add("b", tensor)
