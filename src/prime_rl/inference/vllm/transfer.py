@@ -75,8 +75,9 @@ class TransferEngine(NCCLWeightTransferEngine):
         # vLLM's consumer makes streams for each transfer, and torch's allocator keeps a pool for every stream that it
         # has ever seen: a gigabyte a transfer that nobody else can have, until the caches are emptied. vLLM 0.26 does
         # not wait for its streams, either.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def tap(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note each tensor as it comes; its checksum is computed where it will be served, without waiting."""
