@@ -59,7 +59,9 @@ class SimulatedServer:
         self.rng = rng
         self.update_s = (0.0, 3.0)
         self.token_s = 0.1
+        self.join_s = 0.1
         self.refuses: str | None = None
+        self.does_not_resume = False
         self.num_updates = 0
         self.num_served = 0
         self.calls: list[str] = []
@@ -85,7 +87,7 @@ class SimulatedServer:
 
     def come_back(self) -> None:
         """Another process with the first weights."""
-        self.is_alive, self.version = True, 0
+        self.is_alive, self.version, self.is_paused = True, 0, False
         self.instance = f"i{next(_instances)}"
         self._died = asyncio.Event()
         self._goes_on.set()
@@ -110,7 +112,7 @@ class SimulatedServer:
             return Unwell(reason="no answer", is_silent=True)
         except Unreachable as error:
             return Unwell(reason=str(error))
-        return HealthResponse(version=self.version, digest=self.digest, instance=self.instance)
+        return HealthResponse(version=self.version, digest=self.digest, instance=self.instance, paused=self.is_paused)
 
     async def wait_ready(self, timeout: float) -> HealthResponse:
         while isinstance(state := await self.probe(), Unwell):
@@ -141,15 +143,20 @@ class SimulatedServer:
 
     async def init_transfer(self, request: InitTransferRequest) -> None:
         self.calls.append(f"join {request.rank_offset}/{request.world_size}")
-        await self.takes(0.1)
+        self.join_timeout = request.timeout
+        await self.takes(self.join_s)
 
     async def pause(self) -> None:
         self.calls.append("pause")
         await self.takes(0.01)
+        self.is_paused = True
 
     async def resume(self) -> None:
         self.calls.append("resume")
         await self.takes(0.01)
+        if self.does_not_resume:
+            raise InferenceError("POST /resume answered 500")
+        self.is_paused = False
 
     async def generate(self, request: httpx.Request) -> httpx.Response:
         """A completion whose tokens say which weights they are of."""

@@ -34,6 +34,9 @@ class TcpSender:
         if self._peer is None:
             self._peer, _ = self._listener.accept()
 
+    def check(self) -> None:
+        return None
+
     def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
         assert self._peer is not None
         try:

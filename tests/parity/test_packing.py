@@ -10,7 +10,7 @@ from prime_rl.config.trainer import LossConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.decoder import Decoder, DecoderConfig
-from prime_rl.models.hf import empty_decoder, initialize
+from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.trainer import BatchLoss, accumulate_gradients
@@ -30,7 +30,7 @@ def build(model_type: str) -> Decoder:
     model = empty_decoder(
         DecoderConfig.from_hf({**SHAPE, "model_type": model_type, "head_dim": 8}), device="cpu", dtype=torch.float32
     )
-    initialize(model, seed=0)
+    load_hf_tensors(model, initial_tensors(model.config, seed=0))
     return model
 
 

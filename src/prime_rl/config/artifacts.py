@@ -109,7 +109,7 @@ class _MeetingConfig(BaseConfig):
     """TCP port where they meet."""
 
     timeout: int = Field(default=1200, ge=1)
-    """Seconds that one side waits for the other."""
+    """Seconds that one side waits for the other. When they first meet, servers wait 300 at most, as vLLM does."""
 
     inference_world_size: int = Field(default=1, ge=1)
     """GPUs of all servers together; with `rl` it follows from `inference_gpu_ids`."""

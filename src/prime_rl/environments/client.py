@@ -59,6 +59,16 @@ class Unwell:
     """It answered, and `reason` is its own."""
 
 
+class _ModelCard(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    """What is read of the answer of /v1/models."""
+
+    data: list[_ModelCard]
+
+
 class InferenceClient:
     """Administers one server. Made by `open_clients`."""
 
@@ -82,7 +92,10 @@ class InferenceClient:
         except httpx.TransportError as error:
             return Unwell(reason=f"{type(error).__name__}: {error}")
         if response.status_code == httpx.codes.OK:
-            return self._parse(response, HealthResponse)
+            try:
+                return self._parse(response, HealthResponse)
+            except InferenceError as error:
+                return Unwell(reason=str(error), says_so=True)
         try:
             reason = ErrorResponse.model_validate_json(response.content).error.message
         except ValidationError:
@@ -124,10 +137,10 @@ class InferenceClient:
         if self._config.skip_model_check:
             return
         response = await self._request("GET", f"{self.base_url}/models", timeout=PAUSE_TIMEOUT_S)
-        models = [card.get("id") for card in response.json().get("data", [])]
+        models = [card.id for card in self._parse(response, _Models).data]
         if name not in models:
             raise InferenceError(
-                f"the server at {self.base_url} serves {', '.join(map(str, models)) or 'no model'}, not {name}; "
+                f"the server at {self.base_url} serves {', '.join(models) or 'no model'}, not {name}; "
                 "start it with the same model name"
             )
 

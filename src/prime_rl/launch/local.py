@@ -7,17 +7,20 @@ several servers one may die. A launcher that is killed leaves nothing behind: ev
 
 import contextlib
 import http.client
+import importlib.metadata
 import importlib.util
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -48,8 +51,24 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
     else:
         gpus = tuple(gpu.strip() for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1")
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    return Machine(gpus=gpus, num_cpus=num_cpus, has_vllm=has_vllm, router=_find_router())
+    return Machine(
+        gpus=gpus, num_cpus=num_cpus, has_vllm=_has_vllm(), router=_find_router(), free_port=_find_free_port()
+    )
+
+
+def _has_vllm() -> bool:
+    """Importing either would take seconds."""
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torch") is None:
+        return False
+    return not importlib.metadata.version("torch").endswith("+cpu")
+
+
+def _find_free_port() -> int | None:
+    """Below the ports that connections are given, and drawn, so that two runs that start together take two."""
+    for port in random.sample(range(20000, 32768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    return None
 
 
 def _find_router() -> str | None:
@@ -69,7 +88,7 @@ def _count_gpus() -> int:
 
 def named_machine(environment: Mapping[str, str]) -> Machine | None:
     """The GPUs that CUDA_VISIBLE_DEVICES names, looked at by nobody; None where it is not set."""
-    return this_machine(environment) if "CUDA_VISIBLE_DEVICES" in environment else None
+    return replace(this_machine(environment), free_port=None) if "CUDA_VISIBLE_DEVICES" in environment else None
 
 
 def find_server(config: InferenceConfig) -> ClientConfig | None:

@@ -35,9 +35,11 @@ class Machine:
     """Visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
     num_cpus: int
     has_vllm: bool = False
-    """Whether vLLM is installed."""
+    """Whether vLLM is installed, beside a torch that computes on GPUs."""
     router: str | None = None
     """The vllm-router command, where it is installed."""
+    free_port: int | None = None
+    """A TCP port that nobody used a moment ago. None: nobody looked."""
 
 
 def placed(machine: Machine, gpu_ids: Sequence[int], *, num_shares: int = 2) -> dict[str, str]:

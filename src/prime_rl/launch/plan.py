@@ -25,25 +25,31 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
 
     `machine` None: one that is not known yet and has whatever the configuration names.
     """
+    is_known = machine is not None
     if machine is None:
         named = (*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ()), *(config.teacher_gpu_ids or ()))
         gpus = tuple(map(str, range(max(named, default=-1) + 1)))
         machine = Machine(gpus=gpus, num_cpus=1, has_vllm=True, router="vllm-router")
     inference_ids, trainer_ids = _gpu_ids(config, machine)
     is_apart = bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
-    over_nccl = is_apart and config.inference is not None and uses_vllm(config.inference, machine, inference_ids)
+    is_vllm = config.inference is not None and uses_vllm(config.inference, machine, inference_ids)
+    over_nccl = is_apart and is_vllm and machine.has_vllm and config.trainer.device != "cpu"
+    if isinstance(config.trainer.weight_broadcast, NCCLBroadcastConfig) and is_known:
+        _check_nccl(config, machine, inference_ids, trainer_ids)
     serving = Serving(client=config.orchestrator.client)
     if config.inference is not None:
         server = config.inference
-        if set(inference_ids) & set(trainer_ids):  # the trainer on the same GPU needs memory too
-            share = min(server.gpu_memory_utilization, SHARED_GPU_UTILIZATION)
-            server = server.model_copy(update={"gpu_memory_utilization": share})
-        kind = _resolved(config.trainer.weight_broadcast, 1, over_nccl=over_nccl).type
+        is_said = "gpu_memory_utilization" in server.model_fields_set
+        if set(inference_ids) & set(trainer_ids) and not is_said:  # the trainer on the same GPU needs memory too
+            server = server.model_copy(update={"gpu_memory_utilization": SHARED_GPU_UTILIZATION})
+        kind = _resolved(config.trainer.weight_broadcast, 1, None, over_nccl=over_nccl).type
         told = server.weight_broadcast.model_copy(update={"type": kind})
         server = server.model_copy(update={"weight_broadcast": told})
         serving = plan_servers(server, config.orchestrator.client, machine, inference_ids)
+    both = (config.trainer.weight_broadcast, config.orchestrator.weight_broadcast)
+    port = None if any("port" in broadcast.model_fields_set for broadcast in both) else machine.free_port
     broadcasts = {
-        name: {"weight_broadcast": _resolved(component.weight_broadcast, len(inference_ids), over_nccl=over_nccl)}
+        name: {"weight_broadcast": _resolved(component.weight_broadcast, len(inference_ids), port, over_nccl=over_nccl)}
         for name, component in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
     }
     orchestrator = config.orchestrator.model_copy(update={"client": serving.client, **broadcasts["orchestrator"]})
@@ -73,13 +79,41 @@ def config_path(spec: ProcessSpec, output_dir: Path) -> Path:
     return RunPaths(output_dir).config(spec.name)
 
 
-def _resolved(broadcast: WeightBroadcastConfig, num_gpus: int, *, over_nccl: bool) -> WeightBroadcastConfig:
-    """How weights reach the servers, with the number of their GPUs where they go over NCCL."""
+def _resolved(
+    broadcast: WeightBroadcastConfig, num_gpus: int, port: int | None, *, over_nccl: bool
+) -> WeightBroadcastConfig:
+    """How weights reach the servers; where they go over NCCL with the number of their GPUs, and where all meet.
+
+    `port`: a free one; None: the one of the configuration.
+    """
+    said = broadcast.model_fields_set
     if isinstance(broadcast, AutoBroadcastConfig):
         broadcast = broadcast.resolved(over_nccl=over_nccl)
-    if isinstance(broadcast, NCCLBroadcastConfig) and "inference_world_size" not in broadcast.model_fields_set:
-        broadcast = broadcast.model_copy(update={"inference_world_size": max(num_gpus, 1)})
-    return broadcast
+    if not isinstance(broadcast, NCCLBroadcastConfig):
+        return broadcast
+    found = {} if "inference_world_size" in said else {"inference_world_size": max(num_gpus, 1)}
+    return broadcast.model_copy(update=found | ({} if port is None else {"port": port}))
+
+
+def _check_nccl(config: RLConfig, machine: Machine, inference_ids: Sequence[int], trainer_ids: Sequence[int]) -> None:
+    """Raises: ConfigError naming what NCCL lacks on this machine."""
+    shared = sorted(set(inference_ids) & set(trainer_ids))
+    missing = None
+    if not machine.gpus:
+        missing = "no GPU can be seen on this machine (CUDA_VISIBLE_DEVICES counts)"
+    elif config.trainer.device == "cpu":
+        missing = "the trainer runs on the CPU (trainer.device)"
+    elif not machine.has_vllm:
+        missing = "vLLM is not installed with a torch for GPUs (pip install 'prime-rl[vllm]')"
+    elif config.inference is not None and not uses_vllm(config.inference, machine, inference_ids):
+        missing = f"the embedded engine would serve (inference.backend = {config.inference.backend!r})"
+    elif shared:
+        missing = f"server and trainer share GPU {shared[0]} (inference_gpu_ids, trainer_gpu_ids)"
+    if missing is not None:
+        raise ConfigError(
+            f"weight_broadcast.type = 'nccl' sends weights from the trainer's GPU to vLLM's, and {missing}; set it to "
+            "filesystem, or to auto"
+        )
 
 
 def _gpu_ids(config: RLConfig, machine: Machine) -> tuple[Sequence[int], Sequence[int]]:

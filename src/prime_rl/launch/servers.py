@@ -7,6 +7,7 @@
 With `inference.router`, vllm-router listens at the port and the servers on the ports after it.
 """
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
@@ -88,18 +89,32 @@ def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, n
     return tuple(urlunsplit(parts._replace(netloc=f"{host}:{first_port + index}")) for index in range(number))
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str]) -> ProcessSpec:
     """vllm-router before the servers; turns of a conversation go to the same one (`X-Session-ID`).
 
-    It has no key of its own: it passes on the client's, and listens on loopback unless a host is given.
+    It asks nobody for a key: whoever reaches it can add servers, and is sent the client's key. So it listens on
+    loopback alone.
     """
+    host = config.server.host
+    if host is not None and not _is_loopback(host):
+        raise ConfigError(
+            "inference.router: vllm-router asks nobody for a key, so it may not be reached from other machines, and "
+            f"inference.server.host = {host!r}; leave the host out, or the router"
+        )
     if machine.router is None:
         raise ConfigError(
             "inference.router needs vllm-router, which is not installed: pip install vllm-router, or leave the router "
             "out (the orchestrator spreads rollouts over several servers itself)"
         )
     roots = [address.removesuffix("/v1") for address in addresses]
-    argv = [machine.router, "--host", config.server.host or "127.0.0.1", "--port", str(config.server.port)]
+    argv = [machine.router, "--host", "127.0.0.1", "--port", str(config.server.port)]
     argv += ["--worker-urls", *roots, "--policy", "consistent_hash", "--worker-startup-check-interval", "1"]
     argv += ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--log-level", "warning"]
     return ProcessSpec(name="router", command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)

@@ -5,6 +5,7 @@ A model directory holds `config.json`, tokenizer files and `model.safetensors`, 
 """
 
 import json
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +45,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_RUN_WEIGHTS = re.compile(r"(^|/)weights/step_\d+/?$")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -61,6 +63,11 @@ def _resolve(what: str, name: str, patterns: list[str]) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if _RUN_WEIGHTS.search(name):
+        raise ModelError(
+            f"{what} {name!r} does not exist (looked for in {Path.cwd()}); if an example's rl trains it, its sft makes "
+            "it: run the sft command of its README first"
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -129,11 +136,6 @@ def empty_decoder(config: DecoderConfig, *, device: torch.device | str, dtype: t
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     return decoder.to_empty(device=device)
-
-
-def initialize(decoder: Decoder, seed: int) -> None:
-    """Set the parameters to `initial_tensors`."""
-    load_hf_tensors(decoder, initial_tensors(decoder.config, seed))
 
 
 def initial_tensors(config: DecoderConfig, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,10 @@ come as files from that step on; trainer and orchestrator tell each other so (`t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prime_rl.aio import together
 from prime_rl.config.artifacts import NCCLBroadcastConfig
@@ -20,7 +21,7 @@ from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.fleet import Fleet, Server, State, Target
 from prime_rl.transport.api import InitTransferRequest
-from prime_rl.transport.broadcasts import fall_back, fallback_reason, ready_file
+from prime_rl.transport.broadcasts import MEETING_TIMEOUT_S, fall_back, fallback_reason, finish, is_over, ready_file
 
 FALLBACK_POLL_S: Final = 0.5
 
@@ -40,7 +41,7 @@ class Broadcasts:
 
     def is_over(self) -> bool:
         """Whether weights come as files: either side said so."""
-        return fallback_reason(self.directory) is not None
+        return is_over(self.directory)
 
     async def open(self) -> None:
         """Have all servers join the trainer's group; falls back to files when one cannot.
@@ -60,7 +61,7 @@ class Broadcasts:
                 port=self._config.port,
                 rank_offset=1 + index * gpus,
                 world_size=1 + world_size,
-                timeout=self._config.timeout,
+                timeout=min(self._config.timeout, MEETING_TIMEOUT_S),
             )
             for index in range(len(servers))
         ]
@@ -69,13 +70,16 @@ class Broadcasts:
             self.fall_back(f"{', '.join(missing)} was not there when the group was formed")
             return
         try:
-            await together(
-                *(server.client.init_transfer(request) for server, request in zip(servers, requests, strict=True))
+            await self._unless_given_up(
+                together(
+                    *(server.client.init_transfer(request) for server, request in zip(servers, requests, strict=True))
+                )
             )
         except InferenceError as error:
             self.fall_back(f"the group could not be formed: {error}")
             return
         self._members = {server.instance: server for server in servers if server.instance is not None}
+        self._fleet.on_lost = self._on_lost
         _logger.info("%d servers joined the trainer's NCCL group of %d", len(servers), 1 + world_size)
 
     async def relay(self, target: Target) -> bool:
@@ -91,6 +95,8 @@ class Broadcasts:
         if self.is_over():
             return False
         try:
+            for server in members:
+                server.is_held = True
             await together(*(server.client.pause() for server in members))
             if self.is_over():
                 return False
@@ -102,35 +108,58 @@ class Broadcasts:
         finally:
             if self._fleet.target.version == target.version:  # whoever comes again later took no part
                 self._fleet.target = replace(self._fleet.target, only_for=frozenset())
-            await asyncio.gather(*(server.client.resume() for server in members), return_exceptions=True)
-        if not all(_is_there(server, instance) for instance, server in self._members.items()):
-            self.fall_back("a server was lost while it took the weights")
+            await self._resume(members)
         return True
 
     def fall_back(self, reason: str) -> None:
         """From now on weights come as files. Again is no harm: the first reason stays."""
-        if not self.is_over():
-            _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
-            fall_back(self.directory, reason)
+        if self.is_over():
+            return
+        _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
+        fall_back(self.directory, reason)
 
     def close(self) -> None:
         """The trainer need not wait for anybody to be ready any more."""
-        fall_back(self.directory, "the orchestrator has ended")
+        finish(self.directory)
+
+    def _on_lost(self, server: Server, reason: str) -> None:
+        """At once: the trainer writes what it sent last, which the server could not be given when it is back."""
+        if server.instance in self._members:
+            self.fall_back(f"{server.name} is lost: {reason}")
+
+    async def _resume(self, servers: Sequence[Server]) -> None:
+        """Have them go on. One that does not is lost, for rollouts would hang in it; it is resumed when it joins."""
+        results = await asyncio.gather(*(server.client.resume() for server in servers), return_exceptions=True)
+        for server, result in zip(servers, results, strict=True):
+            server.is_held = False
+            if isinstance(result, BaseException):
+                self._fleet.lose(server, f"it was not resumed: {result}")
 
     async def _take(self, target: Target) -> None:
         """Have the servers take what is sent now. Raises: InferenceError when it is not sent after all."""
-        update = asyncio.create_task(self._fleet.update(target))
         try:
-            while not (await asyncio.wait({update}, timeout=FALLBACK_POLL_S))[0]:
+            await self._unless_given_up(self._fleet.update(target))
+        except _GivenUp as error:
+            for server in self._members.values():
+                if server.lock.locked():
+                    self._fleet.lose(server, f"weights are not sent any more: {error}")
+            raise
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, object]) -> None:
+        """Wait for `work` as long as NCCL is not given up. Raises: _GivenUp, and what `work` raises."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=FALLBACK_POLL_S))[0]:
                 if (reason := fallback_reason(self.directory)) is not None:
-                    for server in self._members.values():
-                        if server.lock.locked():
-                            self._fleet.lose(server, f"the trainer gave up on sending weights: {reason}")
-                    raise InferenceError(f"the trainer gave up: {reason}")
-            await update
+                    raise _GivenUp(reason)
+            await task
         finally:
-            update.cancel()
-            await asyncio.gather(update, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class _GivenUp(InferenceError):
+    """Somebody wrote FALLBACK."""
 
 
 def _is_there(server: Server, instance: str) -> bool:

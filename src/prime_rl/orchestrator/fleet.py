@@ -4,7 +4,8 @@
     DOWN --------------> JOINING ------------------> UP --> rollouts are assigned, newest weights are loaded
       ^                     |                         |
       +---------------------+-------------------------+
-        no answer (refused, or silent twice), another instance, other weights than it was given, a failed load
+        no answer (refused, or silent twice), another instance, other weights than it was given, a failed load,
+        paused without a reason
 
     loop               consumes     waits for                    unblocked by
     watch (a server)   its health   the next probe               time; the probe's own deadline
@@ -35,6 +36,8 @@ from prime_rl.transport.api import HealthResponse, InitTransferRequest, ServedWe
 PROBE_INTERVAL_S: Final = 1.0
 RETURN_POLL_S: Final = 0.1
 """Seconds between two probes of a server that is gone: how long it waits for work when it is back."""
+PAUSED_PROBES: Final = 2
+"""Probes in a row that find a server paused when nobody updates it, after which it is made to join again."""
 SILENT_PROBES: Final = 2
 """Probes in a row without an answer in time, after which a server counts as hung."""
 STRAGGLER_S: Final = 2.0
@@ -102,6 +105,9 @@ class Server:
     """The load that is under way."""
     num_loads: int = 0
     num_silent: int = 0
+    num_paused: int = 0
+    is_held: bool = False
+    """Whether it is paused, or being paused, on purpose."""
     trouble: str = ""
     """Why it is down."""
     refusal: PrimeRLError | None = None
@@ -117,6 +123,10 @@ class Server:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _ignore_loss(server: Server, reason: str) -> None:
+    return None
 
 
 def _ignore() -> None:
@@ -145,6 +155,8 @@ class Fleet:
         self.num_restarts = 0
         self.on_change: Callable[[], None] = _ignore
         """Called when a server comes, goes or has new weights."""
+        self.on_lost: Callable[[Server, str], None] = _ignore_loss
+        """Called with a server that was up, and why it no longer is."""
         self._model = model
         self._outage_timeout_s = outage_timeout_s
         self._on_event = on_event
@@ -298,7 +310,12 @@ class Fleet:
             self.num_restarts += 1
             self.lose(server, "it was started again")
         server.instance = health.instance
-        if num_loads == server.num_loads and not server.lock.locked():  # else the answer may be of before a load
+        is_idle = num_loads == server.num_loads and not server.lock.locked()  # else it may be of before a load
+        server.num_paused = server.num_paused + 1 if health.paused and is_idle and not server.is_held else 0
+        if server.num_paused >= PAUSED_PROBES:
+            server.num_paused = 0
+            self.lose(server, "it is paused, and nobody updates it")
+        if is_idle:
             served = ServedWeights(version=health.version, digest=health.digest)
             if server.state is State.UP and served != server.served:
                 self.lose(server, f"it serves weights {served.version} that it was not given")
@@ -321,6 +338,7 @@ class Fleet:
         if was is State.UP:
             self._disturbed_at = _now()
             self._tell(f"inference server {server.name} is lost: {reason}; {self.num_up} of {len(self.servers)} are up")
+            self.on_lost(server, reason)
         server.trouble = reason
         if self._outage_since is None and self.num_up == 0:
             self._outage_since = _now()
@@ -395,8 +413,8 @@ class Fleet:
                 target, started = self.target, _now()
                 if target.only_for is not None and server.instance not in target.only_for:
                     raise InferenceError(
-                        f"weights {target.version} were sent when it was not there, and are in no file; "
-                        "it gets the next"
+                        f"weights {target.version} were sent when it was not there, and are in no file yet; the "
+                        "trainer writes them as soon as it waits"
                     )
                 server.num_loads += 1
                 try:

@@ -70,7 +70,7 @@ class Policy:
         Raises: InferenceError when every server refuses them.
         """
         while True:
-            target = await asyncio.to_thread(self._newest)
+            target = await asyncio.to_thread(self._next)
             if target is None:
                 await asyncio.sleep(POLL_S)
                 continue
@@ -90,6 +90,9 @@ class Policy:
         self.update_s = time.monotonic() - started
         _logger.debug("Serving weights %d after %.2f s", self.version, self.update_s)
 
+    def _next(self) -> Target | None:
+        return self._newest() or self._as_file()
+
     def _newest(self) -> Target | None:
         """The newest weights that are newer than those served; files where a step is there in both forms."""
         roots = [self._weights]
@@ -102,6 +105,12 @@ class Policy:
         steps = [(step, -place) for place, root in enumerate(roots) if (step := latest_step(root)) is not None]
         step, place = max(steps, default=(0, 0))
         return _target(step_dir(roots[-place], step), step) if step > self.version else None
+
+    def _as_file(self) -> Target | None:
+        """The weights that are served, where they were sent and are files since: whoever joins can read them."""
+        directory = step_dir(self._weights, self.version)
+        was_sent = self.fleet.target.only_for is not None
+        return _target(directory, self.version) if was_sent and (directory / MARKER).exists() else None
 
 
 def _target(directory: Path, version: int) -> Target:

@@ -28,6 +28,9 @@ class Publisher(Protocol):
     def publish(self, step: int) -> None:
         """Make the weights after `step` steps available, if they are wanted."""
 
+    def idle(self) -> None:
+        """Called a few times a second while the trainer waits for a batch; the weights are those published last."""
+
 
 def removable(steps: list[int], *, latest: int, keep_last: int, interval: int | None) -> list[int]:
     """Of the published `steps`, those outside the last `keep_last` that are no multiple of `interval`.
@@ -86,6 +89,9 @@ class WeightPublisher:
         if self._keep_last is not None:
             self._remove_old(step, self._keep_last)
 
+    def idle(self) -> None:
+        """Nothing is left to do."""
+
     def is_milestone(self, step: int) -> bool:
         """Whether the weights of this step are to stay on disk."""
         return step == self._max_steps or (self._interval is not None and step % self._interval == 0)
@@ -103,6 +109,8 @@ class BroadcastPublisher:
     weights n    its group, at the first step          the servers' /init_weight_transfer
     weights n    broadcasts/ready_n                    the orchestrator, once all servers are paused
     weights n    the servers to receive                their /update_weights
+
+    Weights that were only sent become files as soon as NCCL is given up: a server that was started again takes them.
     """
 
     def __init__(
@@ -116,30 +124,43 @@ class BroadcastPublisher:
         self._timeout = timeout
         self._files = files
         self._has_left = False
+        self._sent: int | None = None
+        """The step published last, where it was sent and is in no file."""
 
     def publish(self, step: int) -> None:
         """Raises: DeadlineExceeded when the orchestrator does not react, ArtifactError when the disk refuses."""
-        if self._files.is_milestone(step) or not (self._is_connected() and self._is_sent(step)):
+        is_sent = not self._files.is_milestone(step) and self._is_connected() and self._is_sent(step)
+        self._sent = step if is_sent else None
+        if not is_sent:
+            self._leave_if_given_up(step)
+            self._files.publish(step)
+
+    def idle(self) -> None:
+        """Raises: ArtifactError when the disk refuses."""
+        if not self._is_over():
+            self._trying(self._sender.check)
+        if self._sent is not None and broadcasts.fallback_reason(self._root) is not None:
+            step, self._sent = self._sent, None
             self._leave_if_given_up(step)
             self._files.publish(step)
 
     def _is_connected(self) -> bool:
-        return not self._is_given_up() and self._trying(lambda: self._sender.open(self._is_given_up))
+        return not self._is_over() and self._trying(lambda: self._sender.open(self._is_over))
 
     def _is_sent(self, step: int) -> bool:
         tensors = {name: tensor.to(self._dtype) for name, tensor in hf_tensors(self._model)}
         broadcasts.announce(self._root, step, published("nccl", entries(tensors)))
         is_ready = broadcasts.wait_until_ready(self._root, step, timeout=self._timeout)
-        return self._trying(lambda: self._sender.send(tensors, self._is_given_up)) if is_ready else False
+        return self._trying(lambda: self._sender.send(tensors, self._is_over)) if is_ready else False
 
     def _trying(self, call: Callable[[], None]) -> bool:
-        """Whether the call succeeded and NCCL is not given up."""
+        """Whether the call succeeded and NCCL is still in use."""
         try:
             call()
         except (InferenceError, DeadlineExceeded) as error:
             _logger.warning("Weights cannot be sent over NCCL: %s", error)
             broadcasts.fall_back(self._root, str(error))
-        return not self._is_given_up()
+        return not self._is_over()
 
     def _leave_if_given_up(self, step: int) -> None:
         reason = broadcasts.fallback_reason(self._root)
@@ -148,5 +169,5 @@ class BroadcastPublisher:
             _logger.info("Weights are files from step %d on, not sent over NCCL: %s", step, reason)
             self._sender.close()
 
-    def _is_given_up(self) -> bool:
-        return broadcasts.fallback_reason(self._root) is not None
+    def _is_over(self) -> bool:
+        return broadcasts.is_over(self._root)

@@ -20,9 +20,9 @@ _logger = get_logger(__name__)
 
 
 class BatchSource(Protocol):
-    """Where batches come from. `next` blocks until batch `step` is there."""
+    """Where batches come from. `next` blocks until batch `step` is there, and calls `idle` now and then meanwhile."""
 
-    def next(self, step: int) -> TrainingBatch: ...
+    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch: ...
 
 
 class LoggedBatches:
@@ -32,8 +32,8 @@ class LoggedBatches:
         self._source = source
         self._tokenizer = tokenizer
 
-    def next(self, step: int) -> TrainingBatch:
-        batch = self._source.next(step)
+    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
+        batch = self._source.next(step, idle)
         row = batch.micro_batches[0]
         text = self._tokenizer.decode(row.input_ids[: row.seq_lens[0]].tolist())
         _logger.info("Batch %d begins with %r", step, text)

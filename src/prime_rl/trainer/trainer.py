@@ -92,7 +92,7 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
-        batch = self._batches.next(step)
+        batch = self._batches.next(step, self._publisher.idle)
         self._check_fit(batch)
         received = time.perf_counter()
         metrics = self._train(step, batch)

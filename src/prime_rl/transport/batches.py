@@ -7,7 +7,7 @@ travels as [dtype, shape, raw bytes], little-endian.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,8 +52,12 @@ class BatchReader:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def wait(self, step: int, timeout: float, poll: float = 0.05) -> TrainingBatch:
-        """Block until batch `step` is published and return it. `timeout` and `poll` are seconds.
+    def wait(
+        self, step: int, timeout: float, poll: float = 0.05, idle: Callable[[], None] | None = None
+    ) -> TrainingBatch:
+        """Block until batch `step` is published and return it; `timeout` and `poll` are seconds.
+
+        `idle` is called before every pause.
 
         Raises: DeadlineExceeded saying what it waited for; ArtifactError naming a damaged file.
         """
@@ -70,6 +74,8 @@ class BatchReader:
             if now >= next_notice:
                 _logger.info("Waiting for batch %d in %s since %.0f s", step, self._root, now - start)
                 next_notice += _NOTICE_INTERVAL_S
+            if idle is not None:
+                idle()
             time.sleep(poll)
         return self._read(directory, step)
 

@@ -3,6 +3,7 @@
     trainer       broadcasts/step_N/   the marker alone: kind `nccl`, every tensor with its checksum, in sending order
     orchestrator  broadcasts/ready_N   all servers are paused and will receive; the trainer sends
     either        broadcasts/FALLBACK  why weights come as files (`weights/step_N`) from that step on
+    orchestrator  broadcasts/DONE      it has ended; nobody takes weights any more
 
 The trainer announces a step only where it is not written as files, so that either side of a step is known from where
 it lies. Nothing here outlives a crash of the machine, and nothing needs to.
@@ -20,6 +21,9 @@ from prime_rl.paths import step_dir
 from prime_rl.transport.manifest import PublishedWeights, complete_steps, draft_dir, remove_dir
 
 FALLBACK: Final = "FALLBACK"
+DONE: Final = "DONE"
+MEETING_TIMEOUT_S: Final = 300
+"""Seconds after which vLLM, in a server, gives up waiting for the trainer; it takes no other number (0.26, 0.29)."""
 _POLL_S: Final = 0.005
 _KEPT: Final = 2  # servers may still be reading the announcement before the last
 
@@ -39,14 +43,14 @@ def announce(root: Path, step: int, weights: PublishedWeights) -> Path:
 
 
 def wait_until_ready(root: Path, step: int, *, timeout: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Wait until the servers are ready to receive `step`; False when weights come as files from now on. The trainer's.
+    """Wait until the servers are ready to receive `step`; False when nothing is sent any more. The trainer's.
 
     Raises: DeadlineExceeded after `timeout` seconds.
     """
     end = time.monotonic() + timeout
-    ready, fallback = ready_file(root, step), root / FALLBACK
+    ready = ready_file(root, step)
     while not ready.exists():
-        if fallback.exists():
+        if is_over(root):
             return False
         if time.monotonic() >= end:
             raise DeadlineExceeded(
@@ -54,7 +58,7 @@ def wait_until_ready(root: Path, step: int, *, timeout: float, sleep: Callable[[
                 f"orchestrator did not write {ready}; look at its log, or set weight_broadcast.type = 'filesystem'"
             )
         sleep(_POLL_S)
-    return not fallback.exists()
+    return not is_over(root)
 
 
 def ready_file(root: Path, step: int) -> Path:
@@ -72,6 +76,20 @@ def fall_back(root: Path, reason: str) -> None:
         return
     except OSError as error:
         raise ArtifactError(f"cannot write {root / FALLBACK}: {error}") from error
+
+
+def finish(root: Path) -> None:
+    """Nobody takes weights any more. The orchestrator's, when it ends. Raises: ArtifactError when the disk refuses."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / DONE).touch()
+    except OSError as error:
+        raise ArtifactError(f"cannot write {root / DONE}: {error}") from error
+
+
+def is_over(root: Path) -> bool:
+    """Whether nothing is sent from GPU to GPU any more."""
+    return (root / FALLBACK).exists() or (root / DONE).exists()
 
 
 def fallback_reason(root: Path) -> str | None:

@@ -36,6 +36,10 @@ class Sender(Protocol):
         """Wait until the group is complete. Raises: InferenceError when it cannot be, DeadlineExceeded."""
         ...
 
+    def check(self) -> None:
+        """At once. Raises: InferenceError when the group can no longer become complete."""
+        ...
+
     def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
         """Send the tensors in their order; back when they may be changed. Raises: InferenceError, DeadlineExceeded."""
         ...
@@ -72,12 +76,17 @@ class NcclSender:
         self._timeout = timeout
         self._group: Any = None
         self._streams: list[torch.cuda.Stream] = []
+        self._meeting = (
+            f"trainer and servers to meet at {host}:{port} (weight_broadcast.host and port), {world_size} GPUs "
+            "(1 + weight_broadcast.inference_world_size)"
+        )
         self._opening = _Call(self._form, "nccl-open")
 
     def open(self, stopped: Stopped) -> None:
-        where = f"{self._host}:{self._port} (weight_broadcast.host and port)"
-        what = f"trainer and servers to meet at {where}, {self._world_size} GPUs (1 + weight_broadcast."
-        self._opening.wait(self._timeout, f"{what}inference_world_size)", stopped)
+        self._opening.wait(self._timeout, self._meeting, stopped)
+
+    def check(self) -> None:
+        self._opening.check(self._meeting)
 
     def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
         _Call(lambda: self._send(tensors), "nccl-send").wait(self._timeout, "the servers to take the weights", stopped)
@@ -138,6 +147,10 @@ class _Call:
                 return
             if time.monotonic() >= end:
                 raise DeadlineExceeded(f"waited {timeout:g} s (weight_broadcast.timeout) for {what}")
+        self.check(what)
+
+    def check(self, what: str) -> None:
+        """Raises: InferenceError for what it raised, if it has."""
         if self._error is not None:
             raise InferenceError(f"while waiting for {what}: {type(self._error).__name__}: {self._error}")
 

@@ -22,7 +22,6 @@ from prime_rl.models.hf import (
     SHARDS_AT_ONCE,
     copy_assets,
     read_json,
-    read_safetensors,
     weight_files,
     write_safetensors,
 )
@@ -139,16 +138,6 @@ def load_weights(directory: Path, *, pin_memory: bool = False) -> LoadedWeights:
         announced = published("adapter" if is_adapter else "model", found)
     _check_tensors(directory, announced.tensors, found)
     return LoadedWeights(published=announced, tensors=tensors)
-
-
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of published full weights one at a time, after their digests were checked: for models that do not fit
-    into memory twice. `load_weights` reads the files once instead of twice.
-
-    Raises: ArtifactError, before the first tensor, naming a file that is missing or damaged.
-    """
-    verify(directory)
-    return read_safetensors(directory)
 
 
 def _noting(tensors: Iterable[tuple[str, Tensor]], tally: Tally) -> Iterator[tuple[str, Tensor]]:

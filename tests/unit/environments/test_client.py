@@ -1,12 +1,13 @@
 import asyncio
 import socket
 
+import httpx
 import pytest
 from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
 
 from prime_rl.config.shared import ClientConfig
-from prime_rl.environments.client import Unreachable, Unwell, open_clients
+from prime_rl.environments.client import InferenceClient, Unreachable, Unwell, open_clients
 from prime_rl.errors import InferenceError
 from prime_rl.transport.api import InitTransferRequest
 
@@ -169,3 +170,17 @@ async def test_a_server_that_asks_for_a_key_is_told_apart_and_gets_the_key_of_th
     monkeypatch.setenv("TEST_KEY", "s3cret")
     async with open_clients(config) as (client,):
         await client.check_model(str(inference.model))
+
+
+@pytest.mark.parametrize("body", ["<html>", '"text"', '{"data": {}}', '{"data": [1]}', "[]"])
+async def test_a_list_of_models_that_is_none_is_an_answer_of_somebody_else(body):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+    async with httpx.AsyncClient(transport=transport) as http:
+        client = InferenceClient("http://a:1/v1", ClientConfig(), http)
+        with pytest.raises(
+            InferenceError, match="http://a:1/v1/models answered something else than a server of prime-rl"
+        ):
+            await client.check_model("m")
+        state = await client.probe()
+        assert isinstance(state, Unwell)
+        assert state.reason.startswith("http://a:1/health answered something else than a server of prime-rl")

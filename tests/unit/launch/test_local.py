@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -175,3 +176,18 @@ def test_a_service_of_another_kind_is_no_substitute(tmp_path):
         run_local(
             [router, lives("inference", 60, command="inference", is_service=True), lives("trainer", 60)], tmp_path
         )
+
+
+def test_vllm_beside_a_torch_for_cpus_serves_no_gpu(monkeypatch):
+    monkeypatch.setattr("prime_rl.launch.local.importlib.util.find_spec", lambda name: object())
+    for version, expected in (("2.11.0+cpu", False), ("2.11.0", True), ("2.11.0+cu129", True)):
+        monkeypatch.setattr("prime_rl.launch.local.importlib.metadata.version", lambda name, found=version: found)
+        assert this_machine({"CUDA_VISIBLE_DEVICES": "0"}).has_vllm is expected
+
+
+def test_a_machine_that_is_looked_at_has_a_free_port_and_one_that_is_named_none():
+    port = this_machine({"CUDA_VISIBLE_DEVICES": "0"}).free_port
+    assert port is not None
+    with socket.create_server(("", port)):
+        assert 20000 <= port < 32768
+    assert named_machine({"CUDA_VISIBLE_DEVICES": "0"}).free_port is None

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from prime_rl.config.evals import EvalConfig
@@ -56,6 +58,8 @@ def test_a_server_that_shares_its_gpu_leaves_memory_to_the_trainer():
     alone, *_ = plan_rl(rl("--inference"), Machine(gpus=("0", "1"), num_cpus=8))
     assert shared.config.gpu_memory_utilization == 0.4
     assert alone.config.gpu_memory_utilization == 0.9
+    said, *_ = plan_rl(rl("--inference.gpu-memory-utilization", "0.6"), Machine(gpus=("0",), num_cpus=8))
+    assert said.config.gpu_memory_utilization == 0.6
 
 
 def test_gpus_that_are_not_there_are_refused_with_a_way_out():
@@ -211,6 +215,37 @@ def test_the_group_that_weights_are_sent_to_has_the_gpus_of_the_servers():
     assert [broadcast.inference_world_size for broadcast in broadcasts(specs)] == [3, 3]
     specs = plan_rl(rl("--inference.parallel.tp", "2", "--weight-broadcast.type", "nccl"), FOUR_VLLM)
     assert [broadcast.inference_world_size for broadcast in broadcasts(specs)] == [2, 2]
+
+
+NCCL = ("--inference", "--weight-broadcast.type", "nccl")
+
+
+@pytest.mark.parametrize(
+    ("argv", "machine", "missing"),
+    [
+        pytest.param((), LAPTOP, "no GPU can be seen", id="no GPUs"),
+        pytest.param((), FOUR, "vLLM is not installed", id="no vLLM"),
+        pytest.param(("--inference.backend", "embedded"), FOUR_VLLM, "the embedded engine would serve", id="embedded"),
+        pytest.param((), Machine(gpus=("0",), num_cpus=8, has_vllm=True), "share GPU 0", id="one GPU"),
+        pytest.param(("--trainer.device", "cpu"), FOUR_VLLM, "the trainer runs on the CPU", id="trainer on the CPU"),
+    ],
+)
+def test_nccl_is_refused_where_it_cannot_work_with_what_is_missing(argv, machine, missing):
+    with pytest.raises(ConfigError, match=rf"weight_broadcast\.type = 'nccl'.*{missing}.*filesystem"):
+        plan_rl(rl(*NCCL, *argv), machine)
+
+
+def test_nccl_by_name_is_no_matter_of_a_machine_that_nobody_has_looked_at():
+    assert [broadcast.type for broadcast in broadcasts(plan_rl(rl(*NCCL), None))] == ["nccl", "nccl"]
+
+
+def test_trainer_and_servers_meet_at_a_port_that_is_free_unless_one_is_given():
+    machine = replace(FOUR_VLLM, free_port=23456)
+    assert [broadcast.port for broadcast in broadcasts(plan_rl(rl(*NCCL), machine))] == [23456, 23456]
+    assert [broadcast.port for broadcast in broadcasts(plan_rl(rl(*AUTO), machine))] == [23456, 23456]
+    given = tuple(word for part in ("trainer", "orchestrator") for word in (f"--{part}.weight-broadcast.port", "29777"))
+    assert [broadcast.port for broadcast in broadcasts(plan_rl(rl(*NCCL, *given), machine))] == [29777, 29777]
+    assert [broadcast.port for broadcast in broadcasts(plan_rl(rl(*NCCL), FOUR_VLLM))] == [29501, 29501]
 
 
 def test_without_a_server_to_start_weights_are_files():

@@ -3,8 +3,10 @@
 import pytest
 
 from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.shared import ClientConfig
+from prime_rl.errors import ConfigError
 from prime_rl.launch.machine import Machine, placed
-from prime_rl.launch.servers import uses_vllm
+from prime_rl.launch.servers import plan_servers, uses_vllm
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,19 @@ def test_cores_are_shared_only_where_there_are_no_gpus():
     assert placed(Machine(gpus=(), num_cpus=9), (), num_shares=3)["OMP_NUM_THREADS"] == "3"
     assert placed(Machine(gpus=(), num_cpus=1), (), num_shares=3)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in placed(Machine(gpus=("0",), num_cpus=9), (0,))
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1", "localhost", "::1"])
+def test_a_router_listens_on_loopback_alone(host):
+    machine = Machine(gpus=(), num_cpus=4, router="/bin/vllm-router")
+    config = InferenceConfig(router=True, api_key="secret", server={"host": host})
+    router = plan_servers(config, ClientConfig(), machine, ()).specs[-1]
+    assert router.argv[1:5] == ("--host", "127.0.0.1", "--port", "8000")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gpu0"])
+def test_a_router_that_others_could_reach_is_refused(host):
+    machine = Machine(gpus=(), num_cpus=4, router="/bin/vllm-router")
+    config = InferenceConfig(router=True, api_key="secret", server={"host": host})
+    with pytest.raises(ConfigError, match=rf"vllm-router asks nobody for a key.*server.host = '{host}'"):
+        plan_servers(config, ClientConfig(), machine, ())

@@ -119,3 +119,12 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert eos_token_ids(model_dir(tmp_path, eos_token_id=3)) == {3}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
     assert eos_token_ids(tmp_path) == {4, 5}
+
+
+@pytest.mark.parametrize("name", ["outputs/reverse_text_cpu/sft/weights/step_100", "/nowhere/weights/step_3"])
+def test_weights_that_no_run_has_made_yet_are_not_looked_for_on_the_hub(name):
+    with pytest.raises(
+        ModelError, match=rf"'{name}' does not exist.*run the sft command of its README first"
+    ) as caught:
+        resolve_model(name)
+    assert "hub" not in str(caught.value)

@@ -8,6 +8,7 @@ import pytest
 from tests.doubles.fleet import simulate
 from tests.unit.orchestrator.test_fleet import fleet_of, run_beside, servers_of, until, weights
 
+from prime_rl.aio import Supervisor
 from prime_rl.config.artifacts import NCCLBroadcastConfig
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.broadcasts import Broadcasts
@@ -79,7 +80,7 @@ def test_a_server_that_came_back_is_not_of_the_group_and_weights_come_as_files(t
         assert servers[1].version == 0, "what was sent is in no file"
         assert not broadcasts._fleet._is_current(broadcasts._fleet.servers[1])
         assert not await broadcasts.relay(sent(2))
-        assert "s1:8000/v1 is not in the group any more" in (fallback_reason(tmp_path) or "")
+        assert fallback_reason(tmp_path) == "http://s1:8000/v1 is lost: it was started again"
         assert not ready_file(tmp_path, 2).exists()
         await broadcasts._fleet.update(weights(2))
         await until(lambda: [server.version for server in servers] == [2, 2])
@@ -91,7 +92,7 @@ def test_a_failed_update_falls_back_and_the_same_step_comes_as_files(tmp_path):
     async def scenario(servers, broadcasts):
         servers[0].refuses = "a tensor is missing"
         assert not await broadcasts.relay(sent(1))
-        assert fallback_reason(tmp_path) == "a tensor is missing"
+        assert fallback_reason(tmp_path) == "http://s0:8000/v1 is lost: a tensor is missing"
         servers[0].refuses = None
         await broadcasts._fleet.update(weights(1))
         assert servers[0].version == 1
@@ -140,6 +141,108 @@ def test_a_server_that_is_not_there_at_the_start_means_files(tmp_path):
     simulate(main())
 
 
+def test_a_server_that_does_not_go_on_after_an_update_is_lost_until_it_was_resumed(tmp_path):
+    async def scenario(servers, broadcasts):
+        servers[1].does_not_resume = True
+        assert await broadcasts.relay(sent(1))
+        fleet = broadcasts._fleet
+        assert fleet.down == {servers[1].base_url}
+        assert "it was not resumed: POST /resume answered 500" in fleet.servers[1].trouble
+        assert fallback_reason(tmp_path) == "http://s1:8000/v1 is lost: it was not resumed: POST /resume answered 500"
+        servers[1].does_not_resume = False
+        await until(lambda: fleet.num_up == 2)
+        assert not servers[1].is_paused
+
+    simulated(tmp_path, scenario)
+
+
+def test_a_lost_server_of_the_group_means_files_at_once_and_not_only_at_the_next_step(tmp_path):
+    async def scenario(servers, broadcasts):
+        servers[0].die()
+        await until(lambda: broadcasts.is_over(), timeout=10)
+        assert (fallback_reason(tmp_path) or "").startswith("http://s0:8000/v1 is lost: ")
+
+    simulated(tmp_path, scenario)
+
+
+def test_the_only_server_that_was_started_again_gets_the_weights_that_were_sent_once_they_are_files(tmp_path):
+    async def main():
+        (server,) = servers = servers_of(1)
+        broadcasts = group(servers, tmp_path / "broadcasts", gpus=1)
+        fleet = broadcasts._fleet
+        policy = Policy(fleet, tmp_path / "weights", broadcasts=broadcasts)
+        await fleet.start(Target(), 10.0, wait_for_all=True)
+        await broadcasts.open()
+
+        async def scenario():
+            announce(broadcasts.directory, 1, PublishedWeights(kind="nccl", digest="1", tensors={}))
+            await until(lambda: policy.version == 1)
+            server.die()
+            server.come_back()
+            await until(broadcasts.is_over, timeout=10)
+            await asyncio.sleep(10)
+            assert fleet.num_up == 0, "there is no file yet"
+            publish(tmp_path / "weights", 1)
+            await until(lambda: fleet.num_up == 1, timeout=10)
+            assert (server.version, policy.version) == (1, 1)
+            await asyncio.sleep(1)
+            assert policy.num_updates == 2, "once each way"
+
+        async def relay():
+            while True:  # `Policy.watch` without its thread, which a simulated clock cannot wait for
+                if target := policy._next():
+                    await policy.load(target)
+                await asyncio.sleep(0.1)
+
+        supervisor = Supervisor()
+        supervisor.start("fleet", fleet.watch(), endless=True)
+        supervisor.start("policy", relay(), endless=True)
+        await supervisor.run("main", scenario())
+
+    simulate(main())
+
+
+def test_servers_are_not_waited_for_once_the_trainer_cannot_meet_them(tmp_path):
+    async def main():
+        servers = servers_of(2)
+        for server in servers:
+            server.join_s = 1000.0
+        broadcasts = group(servers, tmp_path)
+        await broadcasts._fleet.start(Target(), 10.0)
+        opening = asyncio.create_task(broadcasts.open())
+        await asyncio.sleep(5)
+        assert not opening.done()
+        fall_back(tmp_path, "address already in use")
+        async with asyncio.timeout(2):
+            await opening
+        assert not await broadcasts.relay(sent(1))
+        assert fallback_reason(tmp_path) == "address already in use"
+
+    simulate(main())
+
+
+@pytest.mark.parametrize(("timeout", "told"), [(1200, 300), (7, 7)])
+def test_a_server_is_not_told_to_wait_for_the_others_longer_than_vllm_does(tmp_path, timeout, told):
+    async def main():
+        (server,) = servers_of(1)
+        config = NCCLBroadcastConfig(timeout=timeout)
+        broadcasts = Broadcasts(fleet_of([server]), tmp_path, config)
+        await broadcasts._fleet.start(Target(), 10.0)
+        await broadcasts.open()
+        assert server.join_timeout == told
+
+    simulate(main())
+
+
+def test_the_regular_end_is_no_fallback(tmp_path):
+    async def scenario(servers, broadcasts):
+        broadcasts.close()
+        assert broadcasts.is_over()
+        assert fallback_reason(tmp_path) is None
+
+    simulated(tmp_path, scenario)
+
+
 def publish(root: Path, step: int) -> None:
     with draft_dir(step_dir(root, step), durable=False) as draft:
         draft.weights = PublishedWeights(kind="model", digest=str(step), tensors={})
@@ -163,4 +266,4 @@ def test_the_policy_takes_the_newest_of_announcements_and_files_and_only_files_a
     assert newest() == (3, True)
     policy.close()
     assert newest() == (2, False)
-    assert fallback_reason(tmp_path / "broadcasts") == "the orchestrator has ended"
+    assert fallback_reason(tmp_path / "broadcasts") is None

@@ -11,6 +11,8 @@ import pytest
 from tests.doubles.fleet import SimulatedNetwork, SimulatedServer, simulate
 
 from prime_rl.aio import Supervisor
+from prime_rl.config.shared import ClientConfig
+from prime_rl.environments.client import InferenceClient
 from prime_rl.environments.verifiers.failover import Failover, Route
 from prime_rl.errors import InferenceError
 from prime_rl.orchestrator.fleet import Fleet, State, Target
@@ -462,3 +464,66 @@ def test_a_hung_server_keeps_what_it_has_while_there_is_nowhere_else_to_send_it(
         await run_beside(fleet, watch())
 
     simulate(main())
+
+
+def test_a_server_that_somebody_else_paused_is_lost_and_resumed_when_it_joins_again():
+    async def main():
+        servers, events = servers_of(2), []
+        fleet = fleet_of(servers, events)
+        await fleet.start(Target(), 10.0)
+
+        async def watch():
+            servers[0].is_paused = True
+            began = asyncio.get_running_loop().time()
+            assert await until(lambda: fleet.num_up == 1) - began < 3
+            assert any("s0:8000/v1 is lost: it is paused" in event for event in events)
+            await until(lambda: fleet.num_up == 2)
+            assert not servers[0].is_paused
+
+        await run_beside(fleet, watch())
+
+    simulate(main())
+
+
+def test_a_server_that_is_paused_for_an_update_is_not_lost_for_it():
+    async def main():
+        servers = servers_of(1)
+        fleet = fleet_of(servers)
+        await fleet.start(Target(), 10.0)
+
+        async def watch():
+            servers[0].is_paused = fleet.servers[0].is_held = True
+            await asyncio.sleep(10)
+            assert fleet.num_up == 1
+            fleet.servers[0].is_held = servers[0].is_paused = False
+            servers[0].update_s = (10.0, 10.0)
+            updating = asyncio.create_task(fleet.update(weights(1)))
+            servers[0].is_paused = True
+            await asyncio.sleep(9)
+            assert fleet.num_up == 1
+            servers[0].is_paused = False
+            await updating
+
+        await run_beside(fleet, watch())
+
+    simulate(main())
+
+
+async def test_a_server_that_answers_what_nobody_knows_is_lost_alone_and_the_run_goes_on():
+    body = {"version": 0, "digest": None, "status": "ok", "instance": "i"}
+
+    def answer(request):
+        return httpx.Response(200, json={"data": [{"id": "m"}]} if request.url.path == "/v1/models" else body)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        fleet = fleet_of([InferenceClient("http://s0:8000/v1", ClientConfig(), http)])
+        (server,) = fleet.servers
+        await fleet.start(Target(), 10.0)
+        body = {"hello": "world"}
+        await fleet._look(server)
+        assert server.state is State.DOWN
+        assert server.trouble.startswith("http://s0:8000/health answered something else than a server of prime-rl")
+        body = {"version": 0, "digest": None, "status": "ok", "instance": "i"}
+        await fleet._look(server)
+        await server.work
+        assert server.state is State.UP

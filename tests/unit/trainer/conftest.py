@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.decoder import Decoder, DecoderConfig
-from prime_rl.models.hf import empty_decoder, hf_tensors, initialize, write_safetensors
+from prime_rl.models.hf import empty_decoder, hf_tensors, initial_tensors, load_hf_tensors, write_safetensors
 
 VOCAB_SIZE = 300
 CHAT_TEMPLATE = (
@@ -38,7 +38,7 @@ HF_CONFIG = {
 def decoder() -> Decoder:
     """A small Qwen3 whose logits have a standard deviation near 1."""
     model = empty_decoder(DecoderConfig.from_hf(HF_CONFIG), device="cpu", dtype=torch.float32)
-    initialize(model, seed=0)
+    load_hf_tensors(model, initial_tensors(model.config, seed=0))
     return model
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.doubles.transfer import TcpSender
 
-from prime_rl.errors import DeadlineExceeded
+from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.models.hf import hf_tensors
 from prime_rl.trainer.publish import BroadcastPublisher, WeightPublisher, removable
-from prime_rl.transport.broadcasts import fall_back, fallback_reason, ready_file
+from prime_rl.transport.broadcasts import fall_back, fallback_reason, finish, ready_file
 from prime_rl.transport.checksum import checksum
 from prime_rl.transport.manifest import complete_steps, read_manifest, verify
-from prime_rl.transport.weights import read_weights
+from prime_rl.transport.weights import load_weights
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,7 +52,7 @@ def test_sft_publishes_multiples_and_the_last_step_and_removes_nothing(decoder, 
 
 def test_weights_are_published_in_the_dtype_asked_for(decoder, model_dir, tmp_path):
     publisher(decoder, model_dir, tmp_path / "weights", dtype=torch.bfloat16).publish(1)
-    read = dict(read_weights(tmp_path / "weights" / "step_1"))
+    read = load_weights(tmp_path / "weights" / "step_1").tensors
     for name, tensor in hf_tensors(decoder):
         assert torch.equal(read[name], tensor.bfloat16())
     assert "tokenizer.json" in verify(tmp_path / "weights" / "step_1").files
@@ -122,9 +122,14 @@ class _StuckSender:
         self.root = root
         self.stuck_in = stuck_in
         self.calls = []
+        self.broken = None
 
     def open(self, stopped):
         self._call("open", stopped)
+
+    def check(self):
+        if self.broken is not None:
+            raise InferenceError(self.broken)
 
     def send(self, tensors, stopped):
         self._call("send", stopped)
@@ -159,3 +164,51 @@ def test_an_orchestrator_that_does_not_react_is_waited_for_so_long_and_named(dec
     with pytest.raises(DeadlineExceeded, match=r"ready to receive weights 1 within 0\.01 s"):
         broadcast(decoder, model_dir, tmp_path, sender, timeout=0.01).publish(1)
     assert sender.calls == ["open"]
+
+
+def test_a_group_that_cannot_be_formed_is_told_before_there_is_anything_to_send(decoder, model_dir, tmp_path):
+    sender = _StuckSender(tmp_path / "broadcasts", stuck_in=None)
+    weights = broadcast(decoder, model_dir, tmp_path, sender)
+    weights.idle()
+    assert fallback_reason(tmp_path / "broadcasts") is None
+    sender.broken = "address already in use"
+    weights.idle()
+    assert fallback_reason(tmp_path / "broadcasts") == "address already in use"
+    assert complete_steps(tmp_path / "weights") == []
+
+
+def test_weights_that_were_only_sent_become_files_when_a_server_is_lost_while_the_trainer_waits(
+    decoder, model_dir, tmp_path
+):
+    with closing(TcpSender()) as sender, receiver(tmp_path, sender.port, 1) as process:
+        weights = broadcast(decoder, model_dir, tmp_path, sender)
+        change_each_by_its_own_amount(decoder)
+        weights.publish(1)
+        weights.idle()
+        assert complete_steps(tmp_path / "weights") == []
+        process.kill()
+        fall_back(tmp_path / "broadcasts", "server 1 was lost")  # the orchestrator's
+        weights.idle()
+        weights.idle()
+        assert complete_steps(tmp_path / "weights") == [1]
+        sent, written = (read_manifest(tmp_path / root / "step_1").weights for root in ("broadcasts", "weights"))
+        assert written.digest == sent.digest, "servers that took it have nothing to do"
+        weights.publish(2)
+    assert complete_steps(tmp_path / "weights") == [1, 2]
+
+
+def test_the_orchestrators_regular_end_is_no_reason_to_write_what_was_sent_or_to_tell_of_nccl(
+    decoder, model_dir, tmp_path, caplog
+):
+    root = tmp_path / "broadcasts"
+    root.mkdir()
+    ready_file(root, 1).touch()
+    weights = broadcast(decoder, model_dir, tmp_path, _StuckSender(root, stuck_in=None))
+    weights.publish(1)
+    finish(root)
+    weights.idle()
+    assert complete_steps(tmp_path / "weights") == []
+    weights.publish(2)
+    assert complete_steps(tmp_path / "weights") == [2]
+    assert fallback_reason(root) is None
+    assert not [record for record in caplog.records if "NCCL" in record.message]

@@ -46,7 +46,7 @@ def test_batches_pass_unchanged_while_the_first_sequence_of_each_is_logged(model
     )
 
     class Source:
-        def next(self, step: int) -> TrainingBatch:
+        def next(self, step: int, idle=None) -> TrainingBatch:
             return batch
 
     with caplog.at_level("INFO", logger="prime_rl"):

@@ -24,7 +24,7 @@ class Batches:
     def __init__(self, *batches: TrainingBatch) -> None:
         self.batches = batches
 
-    def next(self, step: int) -> TrainingBatch:
+    def next(self, step: int, idle=None) -> TrainingBatch:
         return self.batches[step]
 
 
@@ -34,6 +34,9 @@ class Publisher:
     def __init__(self, model) -> None:
         self.model = model
         self.published: list[tuple[int, float]] = []
+
+    def idle(self) -> None:
+        raise AssertionError("no batch was waited for")
 
     def publish(self, step: int) -> None:
         self.published.append((step, self.model.model.embed_tokens.weight.sum().item()))

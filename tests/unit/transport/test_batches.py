@@ -116,3 +116,15 @@ def test_the_wire_form_is_plain_msgpack():
     dtype, shape, content = raw["micro_batches"][0]["seq_lens"]
     assert dtype == "<i4"
     assert np.frombuffer(content, dtype).reshape(shape).sum() == decode(encode(batch())).micro_batches[0].num_tokens
+
+
+def test_who_waits_can_do_something_meanwhile(tmp_path):
+    calls = []
+
+    def idle():
+        calls.append(len(calls))
+        if len(calls) == 3:
+            BatchWriter(tmp_path).write(batch(0))
+
+    assert BatchReader(tmp_path).wait(0, timeout=30, poll=0.001, idle=idle) == batch(0)
+    assert calls == [0, 1, 2]

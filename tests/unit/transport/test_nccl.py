@@ -35,6 +35,8 @@ def test_a_group_that_cannot_be_formed_says_why_and_where(monkeypatch):
     opening = sender(port=29501)
     with pytest.raises(InferenceError, match=r"meet at localhost:29501 \(.*2 GPUs.*OSError: address already in use"):
         opening.open(NEVER)
+    with pytest.raises(InferenceError, match="address already in use"):
+        opening.check()
     opening.close()
 
 

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from prime_rl.errors import ArtifactError, ModelError
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder, DecoderConfig
-from prime_rl.models.hf import empty_decoder, hf_tensors, initialize, load_hf_tensors
+from prime_rl.models.hf import empty_decoder, hf_tensors, initial_tensors, load_hf_tensors
 from prime_rl.models.lora import AdapterConfig
 from prime_rl.transport.checksum import combined, entries
 from prime_rl.transport.manifest import PublishedWeights, complete_steps, read_manifest, verify
-from prime_rl.transport.weights import load_weights, publish_adapter, publish_weights, read_weights
+from prime_rl.transport.weights import load_weights, publish_adapter, publish_weights
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,7 +43,7 @@ def assets(tmp_path: Path) -> Path:
 def decoder(*, tie: bool = True, seed: int = 0) -> Decoder:
     config = DecoderConfig.from_hf({**HF_CONFIG, "tie_word_embeddings": tie})
     model = empty_decoder(config, device="cpu", dtype=torch.float32)
-    initialize(model, seed)
+    load_hf_tensors(model, initial_tensors(model.config, seed))
     return model
 
 
@@ -57,7 +57,7 @@ def test_weights_read_back_equal_the_weights_published(tmp_path, assets, tie, ma
     assert directory == tmp_path / "weights" / "step_4"
     has_shards = (directory / "model.safetensors.index.json").exists()
     assert has_shards == (max_shard_bytes == 2000)
-    load_hf_tensors(received, read_weights(directory))
+    load_hf_tensors(received, load_weights(directory).tensors.items())
     for (name, expected), (_, found) in zip(hf_tensors(sent), hf_tensors(received), strict=True):
         assert torch.equal(expected, found), name
 
@@ -65,7 +65,7 @@ def test_weights_read_back_equal_the_weights_published(tmp_path, assets, tie, ma
 def test_bfloat16_travels_as_bfloat16_and_the_config_says_so(tmp_path, assets):
     tensors = [(name, tensor.bfloat16()) for name, tensor in hf_tensors(decoder())]
     directory = publish_weights(iter(tensors), step=1, weights_dir=tmp_path, assets=assets)
-    read = dict(read_weights(directory))
+    read = load_weights(directory).tensors
     assert {tensor.dtype for tensor in read.values()} == {torch.bfloat16}
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors)
     config = json.loads((directory / "config.json").read_text())
@@ -105,7 +105,7 @@ def test_a_damaged_tensor_file_is_refused_before_any_tensor_is_read(tmp_path, as
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ArtifactError, match=r"step_1/model\.safetensors is damaged"):
-        read_weights(directory)
+        load_weights(directory)
 
 
 def test_a_source_that_fails_half_way_publishes_nothing(tmp_path, assets):

@@ -1,6 +1,7 @@
 """Where the RL trainer's batches come from: the orchestrator, or a stand-in for it that needs no other process."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,9 +18,9 @@ class RolloutBatches:
         self._reader = reader
         self._timeout = timeout
 
-    def next(self, step: int) -> TrainingBatch:
+    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
         """Raises: DeadlineExceeded when the batch does not come; ArtifactError when it is damaged."""
-        return self._reader.wait(step, self._timeout)
+        return self._reader.wait(step, self._timeout, idle=idle)
 
 
 class FakeBatches:
@@ -43,7 +44,7 @@ class FakeBatches:
         """Tokens of the longest micro-batch that may come."""
         return self._config.micro_batch_size * self._seq_len
 
-    def next(self, step: int) -> TrainingBatch:
+    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
         rng = np.random.default_rng([self._seed, step if self._config.generate_samples else 0])
         samples = [self._sample(number, rng) for number in range(self._config.batch_size)]
         return build_batch(samples, step=step, seq_len=self.max_row_tokens)
