@@ -140,6 +140,8 @@ class InferenceDouble:
 
     async def _update(self, request: Request) -> Response:
         body = await request.json()
+        if self.unwell is not None:
+            return JSONResponse({"error": {"message": self.unwell}}, 503)
         if self.refuses_updates:
             return JSONResponse({"error": {"message": "these weights do not fit"}}, 400)
         await asyncio.sleep(self.update_latency_s)

@@ -45,7 +45,7 @@ _logger = get_logger(__name__)
 
 
 class Unreachable(InferenceError):
-    """The server could not be asked: nobody listens, or it went away before it answered."""
+    """The server could not be asked: nobody listens, it went away before it answered, or says that it is going (503)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,9 @@ class InferenceClient:
             hint = ""
             if response.status_code == httpx.codes.UNAUTHORIZED:
                 hint = f"; put the server's key into the environment variable {self._config.api_key_var}"
-            raise InferenceError(f"{method} {url} answered {response.status_code}: {response.text[:500]}{hint}")
+            cannot_now = response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            kind = Unreachable if cannot_now else InferenceError
+            raise kind(f"{method} {url} answered {response.status_code}: {response.text[:500]}{hint}")
         return response
 
     def _parse(self, response: httpx.Response, kind: type[Answer]) -> Answer:

@@ -140,6 +140,9 @@ async def test_a_server_that_went_away_is_told_apart_from_one_that_refuses(clien
     with pytest.raises(InferenceError, match=r"400.*do not fit") as refused:
         await client.update_weights(tmp_path / "weights" / "step_2", 2)
     assert not isinstance(refused.value, Unreachable)
+    inference.unwell = "the server is stopping"
+    with pytest.raises(Unreachable, match=r"503.*is stopping"):
+        await client.update_weights(tmp_path / "weights" / "step_2", 2)
     inference.server.stop()
     with pytest.raises(Unreachable):
         await client.update_weights(tmp_path / "weights" / "step_2", 2)
