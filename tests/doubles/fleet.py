@@ -143,7 +143,7 @@ class SimulatedServer:
 
     async def init_transfer(self, request: InitTransferRequest) -> None:
         self.calls.append(f"join {request.rank_offset}/{request.world_size}")
-        self.join_timeout = request.timeout
+        self.joined = request
         await self.takes(self.join_s)
 
     async def pause(self) -> None:

@@ -16,9 +16,24 @@ from prime_rl.config.schema import target_of
 from tests.integration.conftest import ROOT
 
 UNIT = "tests/unit"
+NCCL = ("host", "port", "timeout", "inference_world_size")
+ALWAYS = "test_what_the_server_cannot_do_without_is_always_there"
+SENDER = "test_the_sender_meets_the_servers_where_and_as_long_as_is_configured"
+JOINS = "test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_the_gpus"
 TESTED = {
-    # only on a GPU
-    "inference gpu_memory_utilization": f"{UNIT}/inference/engine/test_build.py::test_a_gpus_cache_takes_its_share",
+    # only with vLLM, or on a GPU
+    **{
+        f"inference {key}": f"{UNIT}/inference/vllm/test_arguments.py::test_every_key_has_its_argument"
+        for key in (
+            *("gpu_memory_utilization", "kv_cache_offload.cpu.num_bytes", "model.enforce_eager"),
+            *("model.tool_call_parser", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+        )
+    },
+    # one value is taken, others are refused
+    "inference api_server_count": f"{UNIT}/inference/vllm/test_arguments.py::{ALWAYS}",
+    # only over NCCL
+    **{f"trainer weight_broadcast.{key}": f"{UNIT}/trainer/rl/test_train.py::{SENDER}" for key in NCCL},
+    **{f"orchestrator weight_broadcast.{key}": f"{UNIT}/orchestrator/test_broadcasts.py::{JOINS}" for key in NCCL},
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
         f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"
@@ -78,4 +93,6 @@ def test_a_test_that_is_named_sets_the_key(key, test):
     file, _, name = test.partition("::")
     text = (ROOT / file).read_text()
     tests = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert key.split()[1].rpartition(".")[2] in (ast.get_source_segment(text, tests[name]) or "")
+    first = min(node.lineno for node in (tests[name], *tests[name].decorator_list))  # its parameters count
+    source = "\n".join(text.splitlines()[first - 1 : tests[name].end_lineno])
+    assert key.split()[1].rpartition(".")[2] in source

@@ -24,7 +24,7 @@ def sent(version: int) -> Target:
 
 
 def group(servers, root: Path, *, gpus: int = 4) -> Broadcasts:
-    config = NCCLBroadcastConfig(host="gpu0", port=29501, timeout=30, inference_world_size=gpus)
+    config = NCCLBroadcastConfig(host="gpu0", port=29502, timeout=30, inference_world_size=gpus)
     return Broadcasts(fleet_of(servers), root, config)
 
 
@@ -45,7 +45,11 @@ def simulated(root, scenario, *, number=2, gpus=4):
 
 def test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_the_gpus(tmp_path):
     async def scenario(servers, broadcasts):
+        # host, port, timeout and inference_world_size (4, of two servers) are those of `group`
         assert [server.calls_of_start[-1] for server in servers] == ["join 1/5", "join 3/5"]
+        assert {(server.joined.host, server.joined.port, server.joined.timeout) for server in servers} == {
+            ("gpu0", 29502, 30)
+        }
         assert not broadcasts.is_over()
 
     simulated(tmp_path, scenario)
@@ -229,7 +233,7 @@ def test_a_server_is_not_told_to_wait_for_the_others_longer_than_vllm_does(tmp_p
         broadcasts = Broadcasts(fleet_of([server]), tmp_path, config)
         await broadcasts._fleet.start(Target(), 10.0)
         await broadcasts.open()
-        assert server.join_timeout == told
+        assert server.joined.timeout == told
 
     simulate(main())
 

@@ -153,3 +153,17 @@ def test_sending_from_a_cpu_is_refused_before_anything_is_trained(config):
 def test_a_trainer_that_is_started_alone_takes_auto_for_files(config):
     run(config.model_copy(update={"weight_broadcast": AutoBroadcastConfig()}))
     assert complete_steps(RunPaths(config.output_dir).weights) == [4, 5, 6]
+
+
+def test_the_sender_meets_the_servers_where_and_as_long_as_is_configured(config, monkeypatch):
+    class Met(Exception):
+        pass
+
+    def meet(**given):
+        raise Met({name: value for name, value in given.items() if name != "device"})
+
+    monkeypatch.setattr("prime_rl.trainer.build.NcclSender", meet)
+    broadcast = NCCLBroadcastConfig(host="node0", port=29502, timeout=7, inference_world_size=3)
+    with pytest.raises(Met) as met:
+        run(config.model_copy(update={"weight_broadcast": broadcast}))
+    assert met.value.args == ({"host": "node0", "port": 29502, "timeout": 7, "world_size": 4},)
