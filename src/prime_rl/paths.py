@@ -23,7 +23,7 @@ RESULTS = ("rollouts", "weights", "checkpoints", "evals")
 """What a run cannot do without."""
 
 SAID_DURING_A_RUN = (
-    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK")),
+    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK", "DONE")),
     "events.jsonl",
 )
 """What only the processes of one run say to each other and to the console: another run would take it for its own."""

@@ -45,7 +45,7 @@ _logger = get_logger(__name__)
 
 
 class Unreachable(InferenceError):
-    """The server could not be asked: nobody listens, it went away before it answered, or says that it is going (503)."""
+    """The server could not be asked: nobody listens, it went away before it answered, or says that it cannot (503)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
