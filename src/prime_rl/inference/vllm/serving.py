@@ -4,6 +4,7 @@ BearerKey > OnlyRoutes > BodyLimit > OlderNames > MinVersion > SayVersions > (ou
 """
 
 import asyncio
+import logging
 import os
 import socket
 from argparse import Namespace
@@ -67,6 +68,8 @@ async def serve(
 
         async def close() -> None:
             administration.is_stopping = True
+            # An engine that is too busy to end in time is killed, and vLLM would report a failure with a traceback.
+            logging.getLogger("vllm.v1.engine.async_llm").disabled = True
             await asyncio.to_thread(engine.shutdown, timeout=ENGINE_STOP_S)
 
         server = Server(gated(app, administration, api_key), close=close, failure=administration.failure, lifespan=True)
