@@ -101,12 +101,11 @@ async def test_a_stream_joins_to_the_whole_completion(api):
 
 
 async def test_a_stream_joins_to_the_whole_generate_answer(api):
-    # One choice: vLLM 0.29 fails (IndexError) when the first chunk of several choices does not hold all of them.
-    body = {"token_ids": [65, 66, 67], "sampling_params": {"max_tokens": 20, "seed": 5, "logprobs": 1}}
+    body = {"token_ids": [65, 66, 67], "sampling_params": {"max_tokens": 20, "seed": 5, "n": 2, "logprobs": 1}}
     whole = await api.post("/inference/v1/generate", model=api.model, **body)
     chunks = await streamed(api, "/inference/v1/generate", stream_options={"include_usage": True}, **body)
     assert chunks.pop()["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    for got, expected in zip(joined(chunks, 1), whole["choices"], strict=True):
+    for got, expected in zip(joined(chunks, 2), whole["choices"], strict=True):
         assert got["token_ids"] == expected["token_ids"]
         assert got["finish_reason"] == expected["finish_reason"]
         assert got["logprobs"] == pytest.approx([e["logprob"] for e in expected["logprobs"]["content"]], abs=1e-5)

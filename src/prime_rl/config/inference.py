@@ -1,5 +1,6 @@
 """The inference server's configuration. Engine keys have the names of vLLM's flags where they mean the same."""
 
+import ipaddress
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +21,14 @@ class ServerConfig(BaseConfig):
 
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port. 0: a free one, named in the log."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host that was given can be reached from this machine alone."""
+        try:
+            return self.host is not None and ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 class InferenceModelConfig(ModelConfig):

@@ -10,7 +10,6 @@ interfaces unless a host is given.
 import asyncio
 import gc
 import importlib.util
-import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -140,7 +139,7 @@ def host_of(config: InferenceConfig, api_key: str | None) -> str:
     host = config.server.host
     if host is None:
         return "0.0.0.0" if api_key else "127.0.0.1"
-    if api_key is None and not _is_loopback(host):
+    if api_key is None and not config.server.is_loopback:
         raise ConfigError(
             f"server.host = {host!r} can be reached from other machines, so an API key is needed: "
             f"set api_key (or, for `inference` alone, the environment variable {API_KEY_VARIABLE}), or leave "
@@ -192,10 +191,3 @@ async def _load_and_serve(
     gc.collect()
     gc.freeze()
     await serve(service, listener, api_key)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,7 +7,6 @@
 With `inference.router`, vllm-router listens at the port and the servers on the ports after it.
 """
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
@@ -89,13 +88,6 @@ def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, n
     return tuple(urlunsplit(parts._replace(netloc=f"{host}:{first_port + index}")) for index in range(number))
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str]) -> ProcessSpec:
     """vllm-router before the servers; turns of a conversation go to the same one (`X-Session-ID`).
 
@@ -103,7 +95,7 @@ def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str])
     loopback alone.
     """
     host = config.server.host
-    if host is not None and not _is_loopback(host):
+    if host is not None and not config.server.is_loopback:
         raise ConfigError(
             "inference.router: vllm-router asks nobody for a key, so it may not be reached from other machines, and "
             f"inference.server.host = {host!r}; leave the host out, or the router"

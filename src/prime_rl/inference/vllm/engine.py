@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
@@ -48,6 +48,8 @@ class VersionedLLM(AsyncLLM):
             # The generate route of 0.26 asks for all tokens so far at every token, and uses the last output only.
             sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = super().generate(prompt, sampling_params, request_id, **options)
+        if sampling_params.output_kind == RequestOutputKind.DELTA and sampling_params.n > 1:
+            return _beginning_with_all(outputs, sampling_params.n)
         if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
             return cast(AsyncGenerator[RequestOutput, None], outputs)
         choices = Prompt(sampling_params.n)
@@ -145,3 +147,24 @@ class VersionedLLM(AsyncLLM):
         if state is None:
             return None
         return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
+
+
+async def _beginning_with_all(
+    outputs: AsyncGenerator[RequestOutput, None], num_choices: int
+) -> AsyncGenerator[RequestOutput, None]:
+    """The pieces of a stream, the first of which names every choice, if only with nothing of it yet.
+
+    The generate route of vLLM 0.26 to 0.29 counts the choices in the first piece, and fails (IndexError) at the first
+    token of one that is not in it. vLLM's other routes pass over pieces that are empty. To be removed with 0.29.
+    """
+    async with aclosing(outputs):
+        is_first = True
+        async for output in outputs:
+            if is_first:
+                missing = sorted(set(range(num_choices)) - {completion.index for completion in output.outputs})
+                output.outputs += [
+                    CompletionOutput(index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
+                    for index in missing
+                ]
+                is_first = False
+            yield output
