@@ -3,11 +3,12 @@
 Prints one JSON object: a key for each function of `QUESTIONS`, with its answer or the traceback.
 """
 
+import asyncio
 import importlib.metadata as metadata
 import json
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,29 @@ def environment_is_one_of_verifiers() -> bool:
 
     environment = reverse_text.load_environment(num_examples=2, num_eval_examples=2)
     return isinstance(environment, verifiers.Environment)
+
+
+# -- streams of several choices ----------------------------------------------------------------------------------------
+
+
+def pieces_of_a_stream() -> list[list[tuple[int, list[int]]]]:
+    """(choice, tokens) of every piece of a stream of three choices, of which the second comes first."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from prime_rl.inference.vllm.engine import beginning_with_all
+
+    def piece(index: int, token: int) -> RequestOutput:
+        completion = CompletionOutput(index, "", [token], None, None)
+        return RequestOutput("request", None, [1], None, [completion], finished=False)
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        yield piece(1, 5)
+        yield piece(0, 6)
+
+    async def collect() -> list[list[tuple[int, list[int]]]]:
+        return [[(c.index, c.token_ids) for c in o.outputs] async for o in beginning_with_all(outputs(), 3)]
+
+    return asyncio.run(collect())
 
 
 # -- weights from our sender to vLLM's receiver ------------------------------------------------------------------------
@@ -205,7 +229,7 @@ def _receive(engine: Any, receiving: Receiving, tensors: dict[str, torch.Tensor]
     engine.receive_weights(engine.parse_update_info(coming | packing))
 
 
-QUESTIONS = (unmet, arguments_as_vllm_reads_them, environment_is_one_of_verifiers, transferred)
+QUESTIONS = (unmet, arguments_as_vllm_reads_them, environment_is_one_of_verifiers, pieces_of_a_stream, transferred)
 
 
 def main() -> None:

@@ -45,6 +45,10 @@ def test_an_environment_of_verifiers_loads_beside_vllm(answers):
     assert answers["environment_is_one_of_verifiers"] is True
 
 
+def test_the_first_piece_of_a_stream_names_every_choice(answers):
+    assert answers["pieces_of_a_stream"] == [[[1, [5]], [0, []], [2, []]], [[0, [6]]]]
+
+
 def test_what_our_nccl_sender_broadcasts_is_what_vllms_receiver_unpacks(answers):
     arrived = {"all were received": True, "in order": True, "bit for bit": True, "checksums": True}
     buffers = {"torch.bfloat16": 7, "torch.float16": 7, "torch.float32": 9}

@@ -49,7 +49,7 @@ class VersionedLLM(AsyncLLM):
             sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         if sampling_params.output_kind == RequestOutputKind.DELTA and sampling_params.n > 1:
-            return _beginning_with_all(outputs, sampling_params.n)
+            return beginning_with_all(outputs, sampling_params.n)
         if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
             return cast(AsyncGenerator[RequestOutput, None], outputs)
         choices = Prompt(sampling_params.n)
@@ -149,7 +149,7 @@ class VersionedLLM(AsyncLLM):
         return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
 
 
-async def _beginning_with_all(
+async def beginning_with_all(
     outputs: AsyncGenerator[RequestOutput, None], num_choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
     """The pieces of a stream, the first of which names every choice, if only with nothing of it yet.
