@@ -77,9 +77,10 @@ def environment_is_one_of_verifiers() -> bool:
 # -- streams of several choices ----------------------------------------------------------------------------------------
 
 
-def pieces_of_a_stream() -> list[list[tuple[int, list[int]]]]:
-    """(choice, tokens) of every piece of a stream of three choices, of which the second comes first."""
+def pieces_of_a_stream() -> dict[str, list[list[tuple[int, list[int], list[None] | None]]]]:
+    """(choice, tokens, logprobs) of every piece of streams of three choices, of which the second comes first."""
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
 
     from prime_rl.inference.vllm.engine import beginning_with_all
 
@@ -91,10 +92,12 @@ def pieces_of_a_stream() -> list[list[tuple[int, list[int]]]]:
         yield piece(1, 5)
         yield piece(0, 6)
 
-    async def collect() -> list[list[tuple[int, list[int]]]]:
-        return [[(c.index, c.token_ids) for c in o.outputs] async for o in beginning_with_all(outputs(), 3)]
+    async def collect(params: SamplingParams) -> list[list[tuple[int, list[int], list[None] | None]]]:
+        pieces = beginning_with_all(outputs(), params)
+        return [[(c.index, c.token_ids, c.logprobs) for c in o.outputs] async for o in pieces]
 
-    return asyncio.run(collect())
+    asked = {"none": SamplingParams(n=3), "some": SamplingParams(n=3, logprobs=2)}
+    return {name: asyncio.run(collect(params)) for name, params in asked.items()}
 
 
 # -- weights from our sender to vLLM's receiver ------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class VersionedLLM(AsyncLLM):
             sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         if sampling_params.output_kind == RequestOutputKind.DELTA and sampling_params.n > 1:
-            return beginning_with_all(outputs, sampling_params.n)
+            return beginning_with_all(outputs, sampling_params)
         if answer is None or sampling_params.output_kind != RequestOutputKind.FINAL_ONLY:
             return cast(AsyncGenerator[RequestOutput, None], outputs)
         choices = Prompt(sampling_params.n)
@@ -150,20 +150,22 @@ class VersionedLLM(AsyncLLM):
 
 
 async def beginning_with_all(
-    outputs: AsyncGenerator[RequestOutput, None], num_choices: int
+    outputs: AsyncGenerator[RequestOutput, None], sampling_params: SamplingParams
 ) -> AsyncGenerator[RequestOutput, None]:
     """The pieces of a stream, the first of which names every choice, if only with nothing of it yet.
 
     The generate route of vLLM 0.26 to 0.29 counts the choices in the first piece, and fails (IndexError) at the first
-    token of one that is not in it. vLLM's other routes pass over pieces that are empty. To be removed with 0.29.
+    token of one that is not in it. vLLM's other routes pass over a choice without tokens, once they have seen that it
+    has the logprobs that were asked for. To be removed with 0.29.
     """
+    logprobs: list[Any] | None = None if sampling_params.logprobs is None else []
     async with aclosing(outputs):
         is_first = True
         async for output in outputs:
             if is_first:
-                missing = sorted(set(range(num_choices)) - {completion.index for completion in output.outputs})
+                missing = sorted(set(range(sampling_params.n)) - {completion.index for completion in output.outputs})
                 output.outputs += [
-                    CompletionOutput(index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
+                    CompletionOutput(index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=logprobs)
                     for index in missing
                 ]
                 is_first = False
