@@ -8,7 +8,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Self
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from prime_rl.errors import ModelError
 from prime_rl.models.attention import Attention
+from prime_rl.models.language_model import LanguageModel
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -199,7 +200,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections, query/key norms and rotation around the attention call."""
+    """Projections, query/key norms and rotation before the attention call; `o_proj` comes after it."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -216,13 +217,12 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, H, D] and keys [T, K, D], and values [T, K, D]."""
         heads = (x_TH.shape[0], -1, self.head_dim)
         q_THD = rotate(self.q_norm(self.q_proj(x_TH).view(heads)), cos_TD, sin_TD)
         k_TKD = rotate(self.k_norm(self.k_proj(x_TH).view(heads)), cos_TD, sin_TD)
-        v_TKD = self.v_proj(x_TH).view(heads)
-        out: Tensor = self.o_proj(attention(self.layer, q_THD, k_TKD, v_TKD).reshape(x_TH.shape[0], -1))
-        return out
+        return q_THD, k_TKD, self.v_proj(x_TH).view(heads)
 
 
 class MLP(nn.Module):
@@ -250,7 +250,17 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: Attention) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_TD, sin_TD, attention)
+        q_THD, k_TKD, v_TKD = self.before(x_TH, cos_TD, sin_TD)
+        return self.after(x_TH, attention(self.self_attn.layer, q_THD, k_TKD, v_TKD))
+
+    def before(self, x_TH: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values for the attention call, which alone sees more than one token."""
+        out: tuple[Tensor, Tensor, Tensor] = self.self_attn(self.input_layernorm(x_TH), cos_TD, sin_TD)
+        return out
+
+    def after(self, x_TH: Tensor, mixed_THD: Tensor) -> Tensor:
+        """The layer's output from its input and the mixed values."""
+        x_TH = x_TH + self.self_attn.o_proj(mixed_THD.reshape(x_TH.shape[0], -1))
         out: Tensor = x_TH + self.mlp(self.post_attention_layernorm(x_TH))
         return out
 
@@ -265,7 +275,7 @@ class DecoderStack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """The whole language model. With tied embeddings there is no `lm_head` parameter."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -283,6 +293,18 @@ class Decoder(nn.Module):
         out: Tensor = self.model.norm(x_TH)
         return out
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
     def rotations(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every token's angles, each [T, D]; the angles are computed in float32."""
         freqs = inverse_frequencies(self.config.rope, self.config.head_dim, position_ids_T.device)
@@ -292,7 +314,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of the hidden states that `forward` returned, in the weights' dtype."""
-        if self.lm_head is None:
-            return F.linear(hidden_TH, self.model.embed_tokens.weight)
-        out: Tensor = self.lm_head(hidden_TH)
-        return out
+        return F.linear(hidden_TH, self.head_weight)

@@ -1,0 +1,96 @@
+"""The processes that train one model together, as `torchrun` starts them; a process started alone is a rank of one.
+
+collective     over              for
+gradients      NCCL or gloo      parameters and gradients, by the mesh of `trainer.parallel`
+tell / hear    gloo              what rank 0 has decided and all must do: waiting is its business alone
+sums           gloo              metrics
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prime_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among all that train. With `size` 1 and no process group, every call is a local one."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: Any = None
+    """The gloo group of all ranks; None for a process alone."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which waits, logs, writes and publishes for all."""
+        return self.rank == 0
+
+    def tell(self, word: str) -> None:
+        """Called by rank 0: what all others `hear`."""
+        if self.control is not None:
+            dist.broadcast_object_list([word], src=0, group=self.control)
+
+    def hear(self) -> str:
+        """Called by all others: waits for the word of rank 0."""
+        words = [""]
+        dist.broadcast_object_list(words, src=0, group=self.control)
+        return words[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """`value` of every rank, in their order, on every rank."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Elementwise sums over all ranks, in float64."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        if self.control is not None and len(total):
+            dist.all_reduce(total, group=self.control)
+        return [float(value) for value in total]
+
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+
+
+@contextmanager
+def joined(pick_device: Callable[[], torch.device], *, timeout: float, always: bool = False) -> Iterator[Ranks]:
+    """The ranks that `torchrun` has started, met; left again at the end.
+
+    `timeout`: seconds after which a rank that waits for the others gives up. `always`: have a process group in a
+    process alone too (sharding needs one). Raises: ConfigError where a GPU is missing.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = pick_device()
+    if size == 1 and not always:
+        yield Ranks(rank=0, size=1, device=device)
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {rank} is number {local} on this machine, which has {torch.cuda.device_count()} visible GPUs; "
+                "lower --nproc-per-node, or set device to cpu"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
+    try:
+        control = dist.new_group(backend="gloo", timeout=limit)
+        yield Ranks(rank=rank, size=size, device=device, control=control)
+    finally:
+        dist.destroy_process_group()
