@@ -72,7 +72,7 @@ def recompute(spec: dict[str, Any]) -> dict[str, float]:
 
     def loss(streams: TokenStreams) -> LossOutput:
         differences.append((streams.logprobs_N - streams.inference_logprobs_N).detach().double().cpu())
-        return LossOutput(loss_sum=streams.logprobs_N.sum(), metrics_N={})
+        return LossOutput(sums={"rl": streams.logprobs_N.sum()}, metrics_N={})
 
     master = load_decoder(spec["model_dir"], device=torch.device(spec["device"]), dtype=torch.float32)
     batch = build_batch(samples, step=0, seq_len=ROW_TOKENS)

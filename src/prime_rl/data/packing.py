@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prime_rl.data.samples import NOT_SAMPLED, MicroBatch, TrainingBatch, TrainingSample
+from prime_rl.data.samples import NOT_SAMPLED, STREAMS, MicroBatch, TrainingBatch, TrainingSample
 from prime_rl.errors import DataError
 
 
@@ -72,4 +73,22 @@ def _concatenate(samples: Sequence[TrainingSample]) -> MicroBatch:
         inference_logprobs=np.concatenate([sample.logprobs for sample in samples]),
         temperatures=np.repeat(np.array([sample.temperature for sample in samples], np.float32), lengths),
         seq_lens=lengths,
+        **_streams(samples),
     )
+
+
+def _streams(samples: Sequence[TrainingSample | MicroBatch]) -> dict[str, NDArray[np.float32]]:
+    """The optional arrays of a row; one that no sample has stays None."""
+    streams = {}
+    for stream in STREAMS:
+        if any(getattr(sample, f"{stream}_weights") is not None for sample in samples):
+            streams[f"{stream}_weights"] = np.concatenate([sample.stream_weights(stream) for sample in samples])
+    references = [sample.ref_logprobs for sample in samples]
+    if any(reference is not None for reference in references):
+        streams["ref_logprobs"] = np.concatenate(
+            [
+                np.zeros(len(sample.loss_mask), np.float32) if reference is None else reference
+                for sample, reference in zip(samples, references, strict=True)
+            ]
+        )
+    return streams

@@ -7,7 +7,7 @@ checks itself when it is built, and so also when it is decoded from a file: a ba
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -17,6 +17,11 @@ from prime_rl.errors import DataError
 
 NOT_SAMPLED: Final = -1
 """Version of a token that no policy sampled (prompt, tool output, SFT data)."""
+
+Stream = Literal["rl", "ce", "ref_kl"]
+"""What a token may be trained on: policy gradient, cross-entropy, and KL to a reference (distillation)."""
+
+STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 # Engines compute log-softmax in float32, so a certain token's logprob may be a rounding error above zero.
 _LOGPROB_TOLERANCE: Final = 1e-4
@@ -50,7 +55,65 @@ def _check_array(owner: str, name: str, array: np.ndarray, dtype: type[np.generi
         raise DataError(f"{owner}: {name}[{index}] is {array[index]}")
 
 
-class TrainingSample(ArrayStruct, frozen=True, kw_only=True, eq=False):
+class _Streamed(ArrayStruct, frozen=True, kw_only=True, eq=False):
+    """Tokens with a loss mask, and which streams of the loss each is in.
+
+    Weights are None where no token differs from the default: `rl` 1 on the loss mask, `ce` and `ref_kl` 0. A token is
+    in a stream where its weight is not 0, and in the loss mask where it is in any.
+
+    Example: loss_mask [F, T, T], ce_weights [0, 0, 0.1], rl_weights [0, 1, 0] -> stream_tokens rl 1, ce 1, ref_kl 0
+    """
+
+    loss_mask: NDArray[np.bool_]
+    """[T] True: trained on. False at the first token of a sequence, which nothing predicts."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """[T] of each token under a reference policy; needed where `ref_kl_weights` is not 0, 0 elsewhere."""
+    rl_weights: NDArray[np.float32] | None = None
+    """[T] factor of each token's policy-gradient loss."""
+    ce_weights: NDArray[np.float32] | None = None
+    """[T] factor of each token's cross-entropy."""
+    ref_kl_weights: NDArray[np.float32] | None = None
+    """[T] factor of each token's KL to the reference."""
+
+    def stream_weights(self, stream: Stream) -> NDArray[np.float32]:
+        """[T] float32, 0 outside the loss mask."""
+        weights: NDArray[np.float32] | None = getattr(self, f"{stream}_weights")
+        if weights is not None:
+            return weights
+        return self.loss_mask.astype(np.float32) if stream == "rl" else np.zeros(len(self.loss_mask), np.float32)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens in any stream."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def stream_tokens(self) -> dict[Stream, int]:
+        """Tokens of each stream; one in two streams counts in both."""
+        return {stream: int(np.count_nonzero(self.stream_weights(stream))) for stream in STREAMS}
+
+    def _check_streams(self, owner: str) -> None:
+        num_tokens = len(self.loss_mask)
+        for name in ("ref_logprobs", *(f"{stream}_weights" for stream in STREAMS)):
+            if (array := getattr(self, name)) is not None:
+                _check_array(owner, name, array, np.float32, num_tokens)
+        in_any = np.zeros(num_tokens, np.bool_)
+        for stream in STREAMS:
+            weights = self.stream_weights(stream)
+            if num_tokens and weights.min() < 0:
+                raise DataError(f"{owner}: {stream}_weights contains {weights.min()}; a weight is never negative")
+            in_any |= weights != 0
+        if (wrong := np.flatnonzero(in_any != self.loss_mask)).size:
+            told = "in the loss mask but in no stream" if self.loss_mask[wrong[0]] else "outside the loss mask"
+            raise DataError(f"{owner}: by its weights (rl, ce, ref_kl), token {wrong[0]} is {told}")
+        if self.ref_logprobs is None:
+            if self.stream_weights("ref_kl").any():
+                raise DataError(f"{owner}: it has ref_kl_weights but no ref_logprobs, so nothing to compare to")
+        elif num_tokens and self.ref_logprobs.max() > _LOGPROB_TOLERANCE:
+            raise DataError(f"{owner}: ref_logprobs contains {self.ref_logprobs.max()}, above 0")
+
+
+class TrainingSample(_Streamed, frozen=True, kw_only=True, eq=False):
     """One sequence of a rollout, with what the trainer must know of every token.
 
     Example: prompt [5, 9], sampled [7, 2] by weights 3 ->
@@ -59,8 +122,6 @@ class TrainingSample(ArrayStruct, frozen=True, kw_only=True, eq=False):
 
     token_ids: NDArray[np.int32]
     """[T]"""
-    loss_mask: NDArray[np.bool_]
-    """[T] True: sampled by the policy and trained on. False at index 0, which nothing predicts."""
     logprobs: NDArray[np.float32]
     """[T] of the sampled token under the policy that sampled it, at the sampling temperature; 0 elsewhere."""
     versions: NDArray[np.int32]
@@ -88,9 +149,14 @@ class TrainingSample(ArrayStruct, frozen=True, kw_only=True, eq=False):
         _check_array(owner, "versions", self.versions, np.int32, num_tokens)
         if self.loss_mask[0]:
             raise DataError(f"{owner}: the first token is in the loss, but nothing predicts it")
+        self._check_streams(owner)
         sampled = self.versions >= 0
-        if (self.loss_mask & ~sampled).any():
-            raise DataError(f"{owner}: a token is in the loss but has no version, so no policy sampled it")
+        for stream in ("rl", "ref_kl"):
+            if (self.stream_weights(stream).astype(np.bool_) & ~sampled).any():
+                raise DataError(
+                    f"{owner}: a token is in the {stream} loss but has no version, so no policy sampled it; "
+                    "only ce takes such tokens"
+                )
         if self.logprobs[~sampled].any():
             raise DataError(f"{owner}: a token that no policy sampled has a logprob")
         if self.logprobs.max() > _LOGPROB_TOLERANCE:
@@ -101,12 +167,8 @@ class TrainingSample(ArrayStruct, frozen=True, kw_only=True, eq=False):
             if not math.isfinite(getattr(self, name)):
                 raise DataError(f"{owner}: {name} is {getattr(self, name)}")
 
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
 
-
-class MicroBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
+class MicroBatch(_Streamed, frozen=True, kw_only=True, eq=False):
     """Sequences packed end to end into one row; documents never see each other and positions restart at each.
 
     Example: sequences of 3 and 2 tokens -> T = 5, seq_lens [3, 2], positions [0, 1, 2, 0, 1]
@@ -114,8 +176,6 @@ class MicroBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
 
     input_ids: NDArray[np.int32]
     """[T]"""
-    loss_mask: NDArray[np.bool_]
-    """[T] False at the first token of every sequence."""
     advantages: NDArray[np.float32]
     """[T]"""
     inference_logprobs: NDArray[np.float32]
@@ -143,16 +203,26 @@ class MicroBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
         starts = np.cumsum(self.seq_lens) - self.seq_lens
         if self.loss_mask[starts].any():
             raise DataError(f"{owner}: the first token of a sequence is in the loss, but nothing predicts it")
+        self._check_streams(owner)
         if self.temperatures.min() <= 0:
             raise DataError(f"{owner}: temperatures contains {self.temperatures.min()}; training needs one above 0")
+
+    @classmethod
+    def dummy(cls, num_tokens: int = 2) -> MicroBatch:
+        """One sequence with nothing in the loss, for a rank that must keep step with others but has nothing to do."""
+        zeros = np.zeros(num_tokens, np.float32)
+        return cls(
+            input_ids=np.zeros(num_tokens, np.int32),
+            loss_mask=np.zeros(num_tokens, np.bool_),
+            advantages=zeros,
+            inference_logprobs=zeros,
+            temperatures=np.ones(num_tokens, np.float32),
+            seq_lens=np.array([num_tokens], np.int32),
+        )
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
 
     @property
     def positions(self) -> NDArray[np.int32]:
@@ -160,13 +230,19 @@ class MicroBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
         starts = np.cumsum(self.seq_lens) - self.seq_lens
         return (np.arange(self.num_tokens) - np.repeat(starts, self.seq_lens)).astype(np.int32)
 
+    @property
+    def sequences(self) -> NDArray[np.int32]:
+        """[T] which sequence each token belongs to."""
+        return np.repeat(np.arange(len(self.seq_lens), dtype=np.int32), self.seq_lens)
+
 
 class TrainingBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
-    """Everything one optimizer step consumes; its loss is normalised by `num_loss_tokens`."""
+    """Everything one optimizer step consumes; each stream of its loss is normalised by its `stream_tokens`."""
 
     step: int
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
+    """Tokens in any stream."""
     min_version: int
     """Oldest weights version that sampled a token of the batch; NOT_SAMPLED when none did (SFT)."""
     max_version: int
@@ -186,6 +262,12 @@ class TrainingBatch(ArrayStruct, frozen=True, kw_only=True, eq=False):
             raise DataError(f"{owner}: num_loss_tokens is {self.num_loss_tokens}, its masks hold {counted}")
         if not NOT_SAMPLED <= self.min_version <= self.max_version:
             raise DataError(f"{owner}: versions {self.min_version} to {self.max_version} are not a range")
+
+    @property
+    def stream_tokens(self) -> dict[Stream, int]:
+        """Tokens of each stream over all micro-batches."""
+        counts = [micro_batch.stream_tokens for micro_batch in self.micro_batches]
+        return {stream: sum(count[stream] for count in counts) for stream in STREAMS}
 
     @property
     def num_tokens(self) -> int:

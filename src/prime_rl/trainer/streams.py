@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from prime_rl.data.samples import MicroBatch, TrainingBatch
+from prime_rl.data.samples import MicroBatch, Stream, TrainingBatch
 from prime_rl.logs import get_logger
 
 _logger = get_logger(__name__)
@@ -55,6 +55,11 @@ class DeviceBatch:
     temperatures_N: Tensor
     advantages_N: Tensor
     inference_logprobs_N: Tensor
+    ref_logprobs_N: Tensor | None
+    rl_weights_N: Tensor
+    ce_weights_N: Tensor
+    ref_kl_weights_N: Tensor
+    sequence_N: Tensor
 
     @classmethod
     def from_numpy(cls, batch: MicroBatch, device: torch.device) -> "DeviceBatch":
@@ -75,12 +80,20 @@ class DeviceBatch:
             temperatures_N=floats(batch.temperatures),
             advantages_N=floats(batch.advantages),
             inference_logprobs_N=floats(batch.inference_logprobs),
+            ref_logprobs_N=None if batch.ref_logprobs is None else floats(batch.ref_logprobs),
+            rl_weights_N=floats(batch.stream_weights("rl")),
+            ce_weights_N=floats(batch.stream_weights("ce")),
+            ref_kl_weights_N=floats(batch.stream_weights("ref_kl")),
+            sequence_N=ints(batch.sequences[in_loss_N]),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStreams:
-    """What a loss sees of the tokens in the loss; all float32 [N]. Only `logprobs_N` carries gradients."""
+    """What a loss sees of the tokens in the loss, float32 [N]. N may be 0.
+
+    A token is in a stream where its weight is not 0, and in at least one; the weight is a factor of its loss.
+    """
 
     logprobs_N: Tensor
     """Under the weights being trained, at the sampling temperature."""
@@ -90,13 +103,25 @@ class TokenStreams:
     """Under the weights that sampled the token; 0 for SFT."""
     advantages_N: Tensor
     """0 for SFT."""
+    ref_logprobs_N: Tensor | None
+    """Under a reference policy; None where the micro-batch has none, which then has no token in ref_kl."""
+    rl_weights_N: Tensor
+    ce_weights_N: Tensor
+    ref_kl_weights_N: Tensor
+    sequence_N: Tensor
+    """int64: which sequence of the micro-batch each token belongs to; sequences without a token here are left out."""
+    num_sequences: int
+    """Sequences of the micro-batch: `sequence_N` is below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A loss summed over tokens, which the trainer divides by those of the whole batch; detached metrics [N]."""
+    """Losses by stream, each summed over the micro-batch; detached metrics [N].
 
-    loss_sum: Tensor
+    The trainer divides each sum by the tokens that its stream has in the whole batch, over all ranks, and adds them up.
+    """
+
+    sums: Mapping[Stream, Tensor]
     metrics_N: Mapping[str, Tensor]
 
 

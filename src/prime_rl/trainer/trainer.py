@@ -51,7 +51,7 @@ class BatchLoss:
     """What forward and backward over a batch leave besides `.grad`."""
 
     per_micro_batch: list[float]
-    """Already divided by the loss tokens of the whole batch, so they add up to its loss."""
+    """Already divided by the tokens which each stream has in the whole batch, so they add up to its loss."""
     metrics: dict[str, float]
 
 
@@ -143,7 +143,7 @@ class Trainer:
 
 
 def accumulate_gradients(compute: ComputeModel, loss: LossFunction, batch: TrainingBatch) -> BatchLoss:
-    """Forward and backward over every micro-batch of the loss averaged over all loss tokens of the batch.
+    """Forward and backward over every micro-batch of the loss, each stream averaged over its tokens of the batch.
 
     The gradients are added to the master weights' `.grad`. How the batch is split into micro-batches and packed into
     rows makes no difference.
@@ -152,9 +152,10 @@ def accumulate_gradients(compute: ComputeModel, loss: LossFunction, batch: Train
     device = next(compute.model.parameters()).device
     losses: list[Tensor] = []
     metrics: dict[str, list[Tensor]] = {}
+    counts = batch.stream_tokens
     for row in batch.micro_batches:
         output = loss(_forward(compute.model, DeviceBatch.from_numpy(row, device), device))
-        row_loss = output.loss_sum / batch.num_loss_tokens
+        row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()
         row_loss.backward()
         compute.collect()
         losses.append(row_loss.detach())
@@ -177,6 +178,12 @@ def _forward(model: Decoder, batch: DeviceBatch, device: torch.device) -> TokenS
         entropies_N=entropies_N,
         inference_logprobs_N=batch.inference_logprobs_N,
         advantages_N=batch.advantages_N,
+        ref_logprobs_N=batch.ref_logprobs_N,
+        rl_weights_N=batch.rl_weights_N,
+        ce_weights_N=batch.ce_weights_N,
+        ref_kl_weights_N=batch.ref_kl_weights_N,
+        sequence_N=batch.sequence_N,
+        num_sequences=len(batch.seq_lens),
     )
 
 

@@ -90,7 +90,7 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
 def test_training_lowers_the_loss_of_a_repeated_batch(decoder, make_batch):
     batches = [make_batch(step, seed=0) for step in range(12)]
     built, _, monitor = trainer(
-        decoder, *batches, loss=lambda streams: LossOutput(loss_sum=-streams.logprobs_N.sum(), metrics_N={})
+        decoder, *batches, loss=lambda streams: LossOutput(sums={"rl": -streams.logprobs_N.sum()}, metrics_N={})
     )
     built.run()
     losses = [row["loss/mean"] for _, row in monitor.rows]
@@ -122,7 +122,7 @@ def test_every_token_of_the_batch_weighs_the_same_wherever_it_lies(decoder, make
     assert len(set(sizes)) > 1
     ones = accumulate_gradients(
         ComputeModel(decoder, torch.float32),
-        lambda streams: LossOutput(loss_sum=(streams.logprobs_N * 0 + 1).sum(), metrics_N={}),
+        lambda streams: LossOutput(sums={"rl": (streams.logprobs_N * 0 + 1).sum()}, metrics_N={}),
         batch,
     )
     assert ones.per_micro_batch == pytest.approx([size / sum(sizes) for size in sizes])
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_spoilt(decoder, 
 
     def loss(streams):
         factor = math.nan if len(streams.logprobs_N) == spoilt else 1.0
-        return LossOutput(loss_sum=factor * streams.logprobs_N.sum(), metrics_N={"entropy": streams.entropies_N})
+        return LossOutput(sums={"rl": factor * streams.logprobs_N.sum()}, metrics_N={"entropy": streams.entropies_N})
 
     assert [row.num_loss_tokens for row in batch.micro_batches].index(spoilt) == 1
     before = [parameter.detach().clone() for parameter in decoder.parameters()]
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_spoilt(decoder, 
 def test_a_gradient_that_is_not_finite_stops_too(decoder, make_batch):
     def loss(streams):  # a finite value whose slope is infinite
         return LossOutput(
-            loss_sum=(streams.logprobs_N - streams.logprobs_N.detach()).clamp(min=0).sqrt().sum(), metrics_N={}
+            sums={"rl": (streams.logprobs_N - streams.logprobs_N.detach()).clamp(min=0).sqrt().sum()}, metrics_N={}
         )
 
     built, publisher, _ = trainer(decoder, make_batch(0), loss=loss)

@@ -35,7 +35,7 @@ def default_loss(streams: TokenStreams, config: LossConfig) -> LossOutput:
     policy_gradient = -config.adv_tau * streams.advantages_N * ratio * ~dropped
     loss = policy_gradient + config.kl_tau * log_ratio.square()
     metrics = {"entropy": streams.entropies_N, "mismatch_kl": mismatch_kl, "is_masked": dropped.float()}
-    return LossOutput(loss_sum=loss.sum(), metrics_N=metrics)
+    return LossOutput(sums={"rl": (streams.rl_weights_N * loss).sum()}, metrics_N=metrics)
 
 
 def build_loss(config: LossConfig | CustomLossConfig) -> LossFunction:

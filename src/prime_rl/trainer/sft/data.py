@@ -269,9 +269,12 @@ class PackedExamples:
 def _micro_batch(examples: Sequence[RenderedChat]) -> MicroBatch:
     token_ids = np.concatenate([example.token_ids for example in examples])
     zeros = np.zeros(len(token_ids), np.float32)
+    loss_mask = np.concatenate([example.loss_mask for example in examples])
     return MicroBatch(
         input_ids=token_ids,
-        loss_mask=np.concatenate([example.loss_mask for example in examples]),
+        loss_mask=loss_mask,
+        rl_weights=zeros,
+        ce_weights=loss_mask.astype(np.float32),
         advantages=zeros,
         inference_logprobs=zeros,
         temperatures=np.ones(len(token_ids), np.float32),

@@ -4,5 +4,6 @@ from prime_rl.trainer.streams import LossOutput, TokenStreams
 
 
 def sft_loss(streams: TokenStreams) -> LossOutput:
-    """Negative log-likelihood summed over tokens; metric `entropy`."""
-    return LossOutput(loss_sum=-streams.logprobs_N.sum(), metrics_N={"entropy": streams.entropies_N})
+    """Negative log-likelihood, weighted and summed over tokens; metric `entropy`."""
+    nll = -(streams.ce_weights_N * streams.logprobs_N).sum()
+    return LossOutput(sums={"ce": nll}, metrics_N={"entropy": streams.entropies_N})

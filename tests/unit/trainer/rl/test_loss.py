@@ -14,11 +14,26 @@ GOLDEN = Path(__file__).parents[3] / "assets" / "rl_loss.json"
 
 
 def streams(probs, old_probs, advantages, dtype=torch.float32) -> TokenStreams:
+    """One sequence, all of it in the rl stream alone."""
+    return token_streams(
+        torch.tensor(probs, dtype=dtype).log().requires_grad_(),
+        torch.tensor(old_probs, dtype=dtype).log(),
+        torch.tensor(advantages, dtype=dtype),
+    )
+
+
+def token_streams(logprobs_N, inference_logprobs_N, advantages_N) -> TokenStreams:
     return TokenStreams(
-        logprobs_N=torch.tensor(probs, dtype=dtype).log().requires_grad_(),
-        entropies_N=torch.full((len(probs),), 0.5, dtype=dtype),
-        inference_logprobs_N=torch.tensor(old_probs, dtype=dtype).log(),
-        advantages_N=torch.tensor(advantages, dtype=dtype),
+        logprobs_N=logprobs_N,
+        entropies_N=torch.full_like(advantages_N, 0.5),
+        inference_logprobs_N=inference_logprobs_N,
+        advantages_N=advantages_N,
+        ref_logprobs_N=None,
+        rl_weights_N=torch.ones_like(advantages_N),
+        ce_weights_N=torch.zeros_like(advantages_N),
+        ref_kl_weights_N=torch.zeros_like(advantages_N),
+        sequence_N=torch.zeros(len(advantages_N), dtype=torch.int64),
+        num_sequences=1,
     )
 
 
@@ -37,7 +52,7 @@ def reference(logprobs, old_logprobs, advantages, config: LossConfig) -> float:
 
 def test_on_policy_tokens_give_minus_the_advantages():
     output = default_loss(streams([0.5, 0.25], [0.5, 0.25], [2.0, -1.0]), LossConfig())
-    assert output.loss_sum.item() == pytest.approx(-1.0)
+    assert output.sums["rl"].item() == pytest.approx(-1.0)
     assert output.metrics_N["mismatch_kl"].tolist() == [0, 0]
     assert output.metrics_N["is_masked"].tolist() == [0, 0]
     assert output.metrics_N["entropy"].tolist() == [0.5, 0.5]
@@ -45,7 +60,7 @@ def test_on_policy_tokens_give_minus_the_advantages():
 
 def test_a_ratio_of_two_doubles_the_gradient_and_pays_for_the_distance():
     output = default_loss(streams([0.2], [0.1], [3.0]), LossConfig(kl_tau=0.5, adv_tau=0.1))
-    assert output.loss_sum.item() == pytest.approx(-0.1 * 3 * 2 + 0.5 * math.log(2) ** 2)
+    assert output.sums["rl"].item() == pytest.approx(-0.1 * 3 * 2 + 0.5 * math.log(2) ** 2)
     assert output.metrics_N["mismatch_kl"].item() == pytest.approx(2 - math.log(2) - 1)
 
 
@@ -67,10 +82,10 @@ def test_a_token_is_masked_when_its_probability_moved_too_far_the_way_it_is_push
 ):
     given = streams([prob], [old_prob], [advantage])
     output = default_loss(given, LossConfig(kl_tau=0))
-    output.loss_sum.backward()
+    output.sums["rl"].backward()
     assert output.metrics_N["is_masked"].item() == is_masked
     expected = 0.0 if is_masked else -advantage * prob / old_prob
-    assert output.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    assert output.sums["rl"].item() == pytest.approx(expected, rel=1e-5)
     assert given.logprobs_N.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -82,27 +97,22 @@ def test_the_two_thresholds_are_separate():
 
 def test_a_masked_token_still_pays_for_its_distance():
     given = streams([0.9], [0.1], [1.0])
-    default_loss(given, LossConfig(kl_tau=0.5)).loss_sum.backward()
+    default_loss(given, LossConfig(kl_tau=0.5)).sums["rl"].backward()
     assert given.logprobs_N.grad.item() == pytest.approx(2 * 0.5 * math.log(9), rel=1e-5)
 
 
 def test_a_masked_token_whose_ratio_overflows_spoils_nothing():
-    given = TokenStreams(
-        logprobs_N=torch.tensor([-0.1], requires_grad=True),
-        entropies_N=torch.zeros(1),
-        inference_logprobs_N=torch.tensor([-200.0]),
-        advantages_N=torch.ones(1),
-    )
+    given = token_streams(torch.tensor([-0.1], requires_grad=True), torch.tensor([-200.0]), torch.ones(1))
     output = default_loss(given, LossConfig())
-    output.loss_sum.backward()
-    assert torch.isfinite(output.loss_sum)
+    output.sums["rl"].backward()
+    assert torch.isfinite(output.sums["rl"])
     assert torch.isfinite(given.logprobs_N.grad).all()
 
 
 def test_no_tokens_give_zero():
     output = default_loss(streams([], [], []), LossConfig())
-    output.loss_sum.backward()
-    assert output.loss_sum.item() == 0
+    output.sums["rl"].backward()
+    assert output.sums["rl"].item() == 0
 
 
 def test_loss_and_gradient_agree_with_a_float64_reference():
@@ -111,10 +121,10 @@ def test_loss_and_gradient_agree_with_a_float64_reference():
     probs, old_probs, advantages = rng.random(200), rng.random(200), rng.normal(size=200)
     given = streams(probs, old_probs, advantages)
     output = build_loss(config)(given)
-    output.loss_sum.backward()
+    output.sums["rl"].backward()
     logprobs, old_logprobs = np.log(probs), np.log(old_probs)
     expected = reference(logprobs, old_logprobs, advantages, config)
-    assert output.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    assert output.sums["rl"].item() == pytest.approx(expected, rel=1e-5)
     assert 20 < output.metrics_N["is_masked"].sum() < 180
     step = 1e-6
     for index in range(0, 200, 10):
@@ -132,13 +142,8 @@ def test_autograd_agrees_with_finite_differences_in_float64():
     given = streams(rng.random(30), rng.random(30), rng.normal(size=30), dtype=torch.float64)
 
     def loss(logprobs_N):
-        moved = TokenStreams(
-            logprobs_N=logprobs_N,
-            entropies_N=given.entropies_N,
-            inference_logprobs_N=given.inference_logprobs_N,
-            advantages_N=given.advantages_N,
-        )
-        return default_loss(moved, LossConfig()).loss_sum
+        moved = token_streams(logprobs_N, given.inference_logprobs_N, given.advantages_N)
+        return default_loss(moved, LossConfig()).sums["rl"]
 
     assert torch.autograd.gradcheck(loss, (given.logprobs_N,))
 
@@ -147,6 +152,6 @@ def test_autograd_agrees_with_finite_differences_in_float64():
 def test_golden_values_hold(case):
     given = streams(case["probs"], case["old_probs"], case["advantages"], dtype=torch.float64)
     output = default_loss(given, LossConfig(**case["config"]))
-    assert output.loss_sum.item() == pytest.approx(case["loss_sum"], rel=1e-9)
+    assert output.sums["rl"].item() == pytest.approx(case["loss_sum"], rel=1e-9)
     assert output.metrics_N["mismatch_kl"].mean().item() == pytest.approx(case["mismatch_kl_mean"], rel=1e-9)
     assert output.metrics_N["is_masked"].tolist() == case["is_masked"]
