@@ -1,14 +1,14 @@
 """Causal attention of many sequences in one row of tokens, behind one call.
 
-`PackedAttention` is for training: whole sequences, differentiable. `PagedAttention` is for the engine on a CPU: it
-writes keys and values to a block cache and attends to what lies there (on a GPU: `gpu_attention`). Both take the
-rotated queries and keys of all tokens of a step and return the mixed values.
+`PackedAttention` is for training: whole sequences, differentiable, by the kernels of `packed_kernels`.
+`PagedAttention` is for the engine on a CPU: it writes keys and values to a block cache and attends to what lies there
+(on a GPU: `gpu_attention`). Both take the rotated queries and keys of all tokens of a step and return the mixed values.
 
 Shape suffixes: T tokens of the row, S sequences, L padded query length, C padded context length, H query heads,
 K key/value heads, D head size, N blocks, B positions of a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from prime_rl.models.packed_kernels import Kernel, Part, Rectangle, parts_of
 
 # A sequence joins a group when it fills at least this share of the group's padded length.
 MIN_FILL = 0.7
@@ -62,20 +64,54 @@ def group_step(lengths: Sequence[int], contexts: Sequence[int]) -> list[list[int
 class PackedAttention:
     """Attention within sequences that lie end to end in one row; no token sees another sequence.
 
-    Sequences of similar length are padded to a rectangle and attend in one call, so that memory stays linear in T and
-    many short sequences cost few calls. Padding stands at the end, where causality hides it from every real token.
+    With `Kernel.SDPA` sequences of similar length are padded to a rectangle and attend in one call, so that memory
+    stays linear in T and many short sequences cost few calls. The other kernels need a GPU and move no token.
     """
 
-    def __init__(self, seq_lens: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, seq_lens: Sequence[int], device: torch.device | str = "cpu", kernel: Kernel = Kernel.SDPA
+    ) -> None:
         """`seq_lens`: lengths in the order of the row; they must sum to the T of each call."""
         assert all(length > 0 for length in seq_lens)
+        self.seq_lens = tuple(seq_lens)
+        self.num_tokens = sum(seq_lens)
+        device = torch.device(device)
+        self._attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        if kernel is not Kernel.SDPA:
+            self._attend = _InParts(parts_of(seq_lens, device, kernel))
+        elif len(set(seq_lens)) == 1:
+            self._attend = Rectangle(sequences=len(seq_lens), length=seq_lens[0], padded=seq_lens[0])
+        else:
+            self._attend = _InGroups(seq_lens, device)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        assert q_THD.shape[0] == self.num_tokens, (q_THD.shape, self.num_tokens)
+        return self._attend(q_THD, k_TKD, v_TKD)
+
+
+class _InParts:
+    """Neighbouring sequences together, in the order of the row."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+        self._sizes = [part.num_tokens for part in parts]
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0](q_THD, k_TKD, v_TKD)
+        pieces = zip(*(x.split(self._sizes) for x in (q_THD, k_TKD, v_TKD)), strict=True)
+        return torch.cat([part(*piece) for part, piece in zip(self._parts, pieces, strict=True)])
+
+
+class _InGroups:
+    """Sequences of similar length together, padded at the end, where causality hides it from every real token."""
+
+    def __init__(self, seq_lens: Sequence[int], device: torch.device) -> None:
         lens = torch.tensor(list(seq_lens), dtype=torch.long)
         starts = torch.cumsum(lens, 0) - lens
-        self.num_tokens = int(lens.sum())
-        self._rectangle = len(set(seq_lens)) == 1
-        self._shapes: list[tuple[int, int]] = []
+        self._rectangles: list[Rectangle] = []
         self._gather: list[Tensor] = []  # per group, token of the row at each of its S * L places
-        restore = torch.empty(self.num_tokens, dtype=torch.long)  # place of each token among all groups' places
+        restore = torch.empty(int(lens.sum()), dtype=torch.long)  # place of each token among all groups' places
         offset = 0
         for members in group_by_length(seq_lens):
             group_lens, group_starts = lens[members, None], starts[members, None]
@@ -85,27 +121,18 @@ class PackedAttention:
             places_SL = offset + torch.arange(tokens_SL.numel()).view_as(tokens_SL)
             real_SL = column < group_lens
             restore[tokens_SL[real_SL]] = places_SL[real_SL]
-            self._shapes.append((len(members), width))
+            self._rectangles.append(Rectangle(sequences=len(members), length=width, padded=width))
             self._gather.append(tokens_SL.flatten().to(device))
             offset += tokens_SL.numel()
         self._restore = restore.to(device)
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        assert q_THD.shape[0] == self.num_tokens, (q_THD.shape, self.num_tokens)
-        if self._rectangle:
-            return _causal(q_THD, k_TKD, v_TKD, self._shapes[0])
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        # index_select: on a GPU the gradient of indexing sorts, that of index_select adds.
         outs = [
-            _causal(q_THD[index], k_TKD[index], v_TKD[index], shape)
-            for index, shape in zip(self._gather, self._shapes, strict=True)
+            rectangle(*(x.index_select(0, index) for x in (q_THD, k_TKD, v_TKD)))
+            for index, rectangle in zip(self._gather, self._rectangles, strict=True)
         ]
-        return torch.cat(outs)[self._restore]
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Causal attention of S sequences of L tokens each, given and returned as [S * L, heads, D]."""
-    q_SHLD, k_SKLD, v_SKLD = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q_SHLD, k_SKLD, v_SKLD, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).reshape(q.shape)
+        return torch.cat(outs).index_select(0, self._restore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from prime_rl.models.attention import Attention
+from prime_rl.models.packed_kernels import Kernel
 
 
 class LanguageModel(nn.Module, ABC):
@@ -13,6 +14,12 @@ class LanguageModel(nn.Module, ABC):
 
     `named_parameters` are Hugging Face's names. Shape suffixes: T tokens, H hidden, V vocabulary.
     """
+
+    kernel: Kernel = Kernel.SDPA
+    """What the `PackedAttention` of a training step is to use."""
+
+    logit_softcap: float | None = None
+    """Logits are `cap * tanh(logits / cap)` of the product with the head, before the temperature. None: are it."""
 
     @property
     @abstractmethod
