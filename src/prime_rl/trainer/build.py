@@ -10,13 +10,14 @@ from prime_rl.data.rendering import load_tokenizer
 from prime_rl.errors import ConfigError
 from prime_rl.logs import get_logger
 from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import load_decoder
+from prime_rl.models.hf import load_decoder, read_json
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
-from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import BroadcastPublisher, Publisher, WeightPublisher
+from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.script import refuse_several_processes
 from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
 from prime_rl.trainer.trainer import LoopOptions, Trainer
@@ -53,6 +54,7 @@ def train(
     paths = RunPaths(config.output_dir)
     dtype = torch.bfloat16 if config.model.optimization_dtype == "bfloat16" else torch.float32
     model = load_decoder(str(directory), device=device, dtype=torch.float32, seed=config.seed)
+    ranks = Ranks(rank=0, size=1, device=device)
     schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
     files = WeightPublisher(
         model=model,
@@ -84,7 +86,7 @@ def train(
             loss=loss,
             publisher=publisher,
             monitor=monitor,
-            meter=PerfMeter(model.config, device, device_name),
+            meter=PerfMeter(cost_of(model, read_json(directory / "config.json")), ranks, device_name),
             options=options,
         ).run()
 

@@ -96,12 +96,12 @@ class Trainer:
         self._check_fit(batch)
         received = time.perf_counter()
         metrics = self._train(step, batch)
-        trained = time.perf_counter()
+        trained = self._meter.finished()
         time.sleep(max(0.0, self._options.min_step_time_s - (trained - received)))
         before_publish = time.perf_counter()
         self._publisher.publish(step + 1)
         end = time.perf_counter()
-        metrics |= self._meter.measure(batch, end - start)
+        metrics |= self._meter.measure(batch, step_s=end - start, compute_s=trained - received)
         metrics |= {
             "time/step": end - start,
             "time/wait_for_batch": received - start,

@@ -5,14 +5,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.conftest import HF_CONFIG
 
 from prime_rl.config.trainer import AdamWConfig, LossConfig
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
 from prime_rl.trainer.optim import ScheduledAdamW
-from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.precision import ComputeModel
+from prime_rl.trainer.ranks import ALONE
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.streams import LossOutput
 from prime_rl.trainer.trainer import LoopOptions, Trainer, accumulate_gradients, format_step
@@ -51,7 +53,7 @@ def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
         loss=loss or build_loss(LossConfig()),
         publisher=publisher,
         monitor=monitor,
-        meter=PerfMeter(model.config, torch.device("cpu"), "NVIDIA H200"),
+        meter=PerfMeter(cost_of(model, HF_CONFIG), ALONE, "NVIDIA H200"),
         options=LoopOptions(**{"max_steps": len(batches), "max_row_tokens": 64, **options}),
     )
     return built, publisher, monitor
@@ -77,7 +79,8 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     assert set(row) == {
         *("loss/mean", "entropy/mean", "entropy/max", "mismatch_kl/mean", "mismatch_kl/max"),
         *("is_masked/mean", "is_masked/max", "optim/grad_norm", "optim/lr"),
-        *("perf/throughput", "perf/mfu", "perf/peak_memory_gib"),
+        *("perf/throughput", "perf/throughput_compute", "perf/peak_memory_gib"),
+        *("perf/mfu", "perf/mfu_compute", "perf/mfu_published", "perf/mfu_published_compute"),
         *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
         *("progress/tokens", "progress/loss_tokens", "progress/sequences"),
     }
