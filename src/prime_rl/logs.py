@@ -8,6 +8,7 @@ Warnings of Python's `warnings` module are logged too. Third-party loggers speak
 import json
 import logging
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 ROOT = "prime_rl"
@@ -42,6 +43,20 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class _File(logging.FileHandler):
+    """Appends to a file, which is made with its directory at the first record.
+
+    A rank that has nothing to say leaves no file, and none in a run directory that the first rank is still cleaning.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8", delay=True)
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
 def get_logger(name: str = ROOT) -> logging.Logger:
     """The logger of a module; pass `__name__`."""
     return logging.getLogger(name)
@@ -62,8 +77,7 @@ def setup_logging(
     formatter = _JsonFormatter() if as_json else logging.Formatter(FORMAT, datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if to_terminal else []
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers.append(_File(file))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

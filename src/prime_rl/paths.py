@@ -3,6 +3,7 @@
 <output_dir>/
   configs/<process>.toml           resolved configuration, one file a process
   logs/<process>.log               rl, inference, orchestrator, trainer; environment workers under logs/envs/
+  logs/<process>/rank_N.log        warnings and errors of the ranks of trainer or sft behind the first
   <process>/metrics.jsonl          one JSON object a step
   rollouts/step_N/                 batch N, and its rollouts in readable form
   weights/step_N/                  the weights after N optimizer steps, Hugging Face format
@@ -33,7 +34,7 @@ MADE_BY_A_RUN = (
     *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
     *SAID_DURING_A_RUN,
     *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
-    *("logs/*.log", "logs/envs/*.log", "reward.svg"),
+    *("logs/*.log", "logs/envs/*.log", "logs/trainer/rank_*.log", "logs/sft/rank_*.log", "reward.svg"),
 )
 """All that is ever deleted: patterns of the files and directories that a run makes."""
 
@@ -81,6 +82,10 @@ class RunPaths:
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+    def rank_log(self, process: str, rank: int) -> Path:
+        """The log of a rank behind the first, whose log is the process's."""
+        return self.logs / process / f"rank_{rank}.log"
 
     def metrics(self, process: str) -> Path:
         return self.output_dir / process / "metrics.jsonl"

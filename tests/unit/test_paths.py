@@ -29,6 +29,7 @@ def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
     mine = ["notes.txt", "configs/mine.toml", "configs/trainer/debug.toml", "trainer/code.py", "evals/notes.txt"]
     its = ["reward.svg", "configs/rl.toml", "trainer/metrics.jsonl", "logs/envs/a.log", "weights/step_3/x"]
     its += ["broadcasts/step_3/x", "broadcasts/ready_3", "broadcasts/FALLBACK", "broadcasts/DONE", "events.jsonl"]
+    its += ["logs/trainer/rank_1.log", "logs/sft/rank_12.log"]
     for name in [*mine, *its]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -36,6 +37,7 @@ def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(mine)
     assert not (tmp_path / "weights").exists()
+    assert not (tmp_path / "logs" / "sft").exists()
 
 
 def test_clean_never_follows_a_link_out_of_the_run_directory(tmp_path):

@@ -110,13 +110,17 @@ def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
     except PrimeRLError as error:
         if config.log.level == "debug":
             raise
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        sys.exit(f"{name}{rank}: {error}")
+        sys.exit(f"{name}: {error}")
+
+
+def this_rank() -> int:
+    """Which this is of the processes that `torchrun` started with the same command line; 0 for one alone."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def is_first_rank() -> bool:
     """Whether this process speaks for all that `torchrun` started with the same command line."""
-    return os.environ.get("RANK", "0") == "0"
+    return this_rank() == 0
 
 
 def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
@@ -144,8 +148,12 @@ def _tells_of_results(path: FilePath, config: BaseModel, paths: RunPaths) -> boo
 def begin(process: str, config: ProcessConfig) -> None:
     """What every process does before its work: record its configuration, log, watch its launcher.
 
-    The log of a process that was launched is its standard error, which the launcher sends to a file.
+    The log of a process that was launched is its standard error, which the launcher sends to a file. Ranks behind the
+    first record nothing, and log warnings only, to files of their own.
     """
+    if not is_first_rank():
+        _begin_behind_the_first(process, config)
+        return
     paths = RunPaths(config.output_dir)
     is_launched = lifeline.VARIABLE in os.environ
     if process in SERVICES and _tells_of_results(paths.config(process), config, paths):
@@ -154,6 +162,14 @@ def begin(process: str, config: ProcessConfig) -> None:
         record_config(config, process, paths)
     file = paths.log(process) if config.log.file and not is_launched else None
     setup_logging(process, config.log.level, file, as_json=config.log.json_logging)
+    lifeline.watch_launcher()
+
+
+def _begin_behind_the_first(process: str, config: ProcessConfig) -> None:
+    rank, log = this_rank(), config.log
+    file = RunPaths(config.output_dir).rank_log(process, rank) if log.file else None
+    level = "warning" if log.level == "info" else log.level
+    setup_logging(f"{process}[{rank}]", level, file, to_terminal=file is None, as_json=log.json_logging)
     lifeline.watch_launcher()
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ POLL_S = 0.2
 GRACE_S = 5.0
 NUM_LAST_LINES = 15
 PROBE_TIMEOUT_S = 2.0
+AGENT = "prime_rl.trainer.agent"
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
@@ -149,7 +151,7 @@ def _start(spec: ProcessSpec, output_dir: Path) -> _Running:
     if spec.config is not None:
         config = config_path(spec, output_dir)
         write_toml(spec.config, config)
-        argv = [sys.executable, "-m", "prime_rl.cli", spec.command, "@", str(config)]
+        argv = [sys.executable, *_torchrun(spec.num_ranks), "-m", "prime_rl.cli", spec.command, "@", str(config)]
     log = RunPaths(output_dir).log(spec.name)
     log.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **spec.env, lifeline.VARIABLE: lifeline.launcher_token()}
@@ -163,6 +165,14 @@ def _start(spec: ProcessSpec, output_dir: Path) -> _Running:
             start_new_session=True,
         )
     return _Running(spec, process, log)
+
+
+def _torchrun(num_ranks: int) -> tuple[str, ...]:
+    """What starts several processes with the command that follows. They meet on loopback, at a port that is free."""
+    if num_ranks == 1:
+        return ()
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost")
+    return ("-m", AGENT, "--nproc-per-node", str(num_ranks), *meeting)
 
 
 def _finished(running: Sequence[_Running], events: Path) -> bool:
@@ -202,7 +212,8 @@ def _obituary(one: _Running) -> str:
         return _how_it_ended(one)
     with one.log.open(encoding="utf-8", errors="replace") as file:
         lines = [line.rstrip() for line in deque(file, maxlen=NUM_LAST_LINES)]
-    reason = next((line for line in reversed(lines) if line.startswith(f"{one.spec.command}: ")), None)
+    said_by_it = re.compile(rf"{re.escape(one.spec.command)}( \(rank \d+\))?: ")
+    reason = next((line for line in reversed(lines) if said_by_it.match(line)), None)
     said = f": {reason.partition(': ')[2]}" if reason else ""
     quoted = "\n".join(f"  | {line}" for line in lines) or "  | (nothing was written)"
     return f"{_how_it_ended(one)}{said}\nthe last lines of {one.log}:\n{quoted}"

@@ -21,6 +21,8 @@ class ProcessSpec:
     """The words of a command that is not ours."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the launcher."""
+    num_ranks: int = 1
+    """Processes that do its work together on this machine; more than one are started and watched by torchrun."""
     is_service: bool = False
     """Runs until the others are done, and is then stopped; the others end by themselves."""
     owns_terminal: bool = False
@@ -42,13 +44,16 @@ class Machine:
     """A TCP port that nobody used a moment ago. None: nobody looked."""
 
 
-def placed(machine: Machine, gpu_ids: Sequence[int], *, num_shares: int = 2) -> dict[str, str]:
-    """Environment of a process on these GPUs; on a CPU, it gets one of `num_shares` equal shares of the cores."""
+def placed(machine: Machine, gpu_ids: Sequence[int], *, num_shares: int = 2, num_ranks: int = 1) -> dict[str, str]:
+    """Environment of a process on these GPUs; without, it gets one of `num_shares` equal shares of the cores.
+
+    Each of several ranks gets an equal part of that, beside GPUs too, where torchrun would give it one core.
+    """
     env = {
         "CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[gpu] for gpu in gpu_ids),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not machine.gpus:
-        env["OMP_NUM_THREADS"] = str(max(1, machine.num_cpus // num_shares))
+    if not machine.gpus or num_ranks > 1:
+        env["OMP_NUM_THREADS"] = str(max(1, machine.num_cpus // num_shares // num_ranks))
     return env

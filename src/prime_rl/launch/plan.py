@@ -27,10 +27,11 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     """
     is_known = machine is not None
     if machine is None:
-        named = (*(config.inference_gpu_ids or ()), *(config.trainer_gpu_ids or ()), *(config.teacher_gpu_ids or ()))
+        named = [gpu for ids in _named_gpus(config).values() for gpu in ids]
         gpus = tuple(map(str, range(max(named, default=-1) + 1)))
         machine = Machine(gpus=gpus, num_cpus=1, has_vllm=True, router="vllm-router")
     inference_ids, trainer_ids = _gpu_ids(config, machine)
+    num_ranks = len(config.trainer_gpu_ids or (0,))
     is_apart = bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
     is_vllm = config.inference is not None and uses_vllm(config.inference, machine, inference_ids)
     over_nccl = is_apart and is_vllm and machine.has_vllm and config.trainer.device != "cpu"
@@ -55,10 +56,11 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     orchestrator = config.orchestrator.model_copy(update={"client": serving.client, **broadcasts["orchestrator"]})
     trainer = config.trainer.model_copy(update=broadcasts["trainer"])
     key = _client_key(config.inference.api_key if config.inference else None, config.orchestrator.client)
+    env = placed(machine, trainer_ids, num_ranks=num_ranks)
     return [
         *serving.specs,
         ProcessSpec(name="orchestrator", command="orchestrator", config=orchestrator, env=placed(machine, ()) | key),
-        ProcessSpec(name="trainer", command="trainer", config=trainer, env=placed(machine, trainer_ids)),
+        ProcessSpec(name="trainer", command="trainer", config=trainer, env=env, num_ranks=num_ranks),
     ]
 
 
@@ -119,9 +121,8 @@ def _check_nccl(config: RLConfig, machine: Machine, inference_ids: Sequence[int]
 def _gpu_ids(config: RLConfig, machine: Machine) -> tuple[Sequence[int], Sequence[int]]:
     """GPU ids of server and trainer; explicit ones must be visible, absent ones take what there is."""
     num_gpus = len(machine.gpus)
-    ids = {key: getattr(config, key) for key in ("inference_gpu_ids", "trainer_gpu_ids", "teacher_gpu_ids")}
-    for key, given in ids.items():
-        missing = [gpu for gpu in given or () if gpu >= num_gpus]
+    for key, given in _named_gpus(config).items():
+        missing = [gpu for gpu in given if gpu >= num_gpus]
         if missing:
             seen = f"only {num_gpus} of them" if num_gpus else "none"
             raise ConfigError(
@@ -129,9 +130,21 @@ def _gpu_ids(config: RLConfig, machine: Machine) -> tuple[Sequence[int], Sequenc
                 f"(CUDA_VISIBLE_DEVICES counts); without GPUs, this runs anywhere: {CPU_EXAMPLE}"
             )
     inference = config.inference_gpu_ids or _first_gpus(config, num_gpus)
+    if config.trainer.device == "cpu":
+        return inference, ()
     free = [gpu for gpu in range(num_gpus) if gpu not in inference]
     trainer = config.trainer_gpu_ids or ((free[0] if free else num_gpus - 1,) if num_gpus else ())
     return inference, trainer
+
+
+def _named_gpus(config: RLConfig) -> dict[str, Sequence[int]]:
+    """The GPUs that must be there, by key. A trainer on the CPU has a rank for each of its ids, and no GPU."""
+    on_cpu = config.trainer.device == "cpu"
+    return {
+        "inference_gpu_ids": config.inference_gpu_ids or (),
+        "trainer_gpu_ids": () if on_cpu else config.trainer_gpu_ids or (),
+        "teacher_gpu_ids": config.teacher_gpu_ids or (),
+    }
 
 
 def _first_gpus(config: RLConfig, num_gpus: int) -> Sequence[int]:

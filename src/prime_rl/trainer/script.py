@@ -3,16 +3,30 @@
 No torch in here: a dry run needs none.
 """
 
+import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from prime_rl.config.command import Files, begin, run_command
+from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, this_rank
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.logs import get_logger
 from prime_rl.paths import check_run_dir, claim_run_dir
 
 Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
+
+ECHO_S = 3 * FIRST_RANK_S
+"""How long a rank that lost another one waits for that one's own words; they take FIRST_RANK_S at most."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torchrun wants the reason of a failure, for its summary."""
+
+_logger = get_logger(__name__)
 
 
 def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Sequence[str] | None = None) -> None:
@@ -22,20 +36,66 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
     """
 
     def work(config: Config) -> None:
-        if isinstance(config, SFTConfig):  # the trainer shares its directory with an orchestrator
+        if isinstance(config, SFTConfig) and is_first_rank():  # the trainer shares its directory with an orchestrator
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
-        run(config)
+        with _one_rank_tells(name, is_debug=config.log.level == "debug"):
+            run(config)
 
     def files(config: Config) -> Files:
         if isinstance(config, SFTConfig):
             check_run_dir(config.output_dir, clean=config.clean)
         return {name: config}
 
-    def check(config: Config) -> None:
-        refuse_several_processes()
+    run_command(name, root, work, argv=argv, files=files)
 
-    run_command(name, root, work, argv=argv, files=files, check=check)
+
+@contextmanager
+def _one_rank_tells(name: str, *, is_debug: bool) -> Iterator[None]:
+    """Where several ranks fail, the reason is told once, and by the rank that has it.
+
+    Ranks behind the first may all have failed like the first, and a rank whose collective broke has lost another one,
+    which knows why. Both hold back, and torchrun ends them as soon as that other one has ended. What nobody else
+    tells, they tell. Then the process ends at once, without the clean-up in which it would wait for its peers.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        lost = _lost_others(error)
+        reason = lost or (str(error) if isinstance(error, PrimeRLError) else f"{type(error).__name__}: {error}")
+        if not is_first_rank():
+            _logger.error("%s", reason, exc_info=not isinstance(error, PrimeRLError))
+        time.sleep(ECHO_S if lost else 0.0 if is_first_rank() else FIRST_RANK_S)
+        if is_debug or not (lost or isinstance(error, PrimeRLError)):
+            traceback.print_exc()
+        rank = "" if is_first_rank() else f" (rank {this_rank()})"
+        print(f"{name}{rank}: {reason}", file=sys.stderr, flush=True)
+        _tell_torchrun(reason)
+        os._exit(1)
+
+
+def _lost_others(error: Exception) -> str | None:
+    """What to say where a collective has failed, which it does when another rank is gone; None for other errors."""
+    torch = sys.modules.get("torch")
+    is_of_nccl = torch is not None and isinstance(error, torch.distributed.DistError)
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    if not (is_of_nccl or is_of_gloo):
+        return None
+    return (
+        "lost the other ranks: one of them has ended, or did not come within dist_timeout_seconds; look at the logs of "
+        f"the ranks, and at what was printed on other machines ({str(error).splitlines()[0]})"
+    )
+
+
+def _tell_torchrun(reason: str) -> None:
+    """Leave the reason where torchrun's summary takes it from."""
+    if file := os.environ.get(ERROR_FILE):
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with open(file, "w", encoding="utf-8") as opened:
+            json.dump({"message": {"message": reason, "extraInfo": extra}}, opened)
 
 
 def refuse_several_processes() -> None:

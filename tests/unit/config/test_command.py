@@ -1,5 +1,6 @@
 """The front of every command, in this process: what is printed, written and refused."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import write_toml
+from prime_rl.logs import get_logger
 
 FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
 
@@ -61,6 +63,28 @@ def test_only_the_first_rank_of_torchrun_writes_and_speaks(monkeypatch, capsys):
     assert trainer("@", "t.toml", "--dry-run") == []
     assert not Path("outputs").exists()
     assert capsys.readouterr() == ("", "")
+
+
+def test_ranks_behind_the_first_record_nothing_and_log_warnings_to_files_of_their_own(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    root = logging.getLogger()
+    before = root.handlers[:], root.level, get_logger().level
+    begin("trainer", load(TrainerConfig, ["--output-dir", "out"], {}))
+    try:
+        get_logger().info("step 0")
+        assert not Path("out").exists()
+        get_logger().warning("look")
+        assert Path("out/logs/trainer/rank_3.log").read_text().endswith(" WARNING trainer[3]   | look\n")
+        begin("trainer", load(TrainerConfig, ["--output-dir", "silent", "--no-log.file"], {}))
+        get_logger().warning("here")
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers, root.level, get_logger().level = before
+        logging.captureWarnings(False)
+    assert [path.name for path in Path("out").iterdir()] == ["logs"]
+    assert not Path("silent").exists()
+    assert capsys.readouterr().err.endswith("trainer[3]   | here\n")
 
 
 def test_a_dry_run_does_not_overwrite_the_configuration_of_a_finished_run():

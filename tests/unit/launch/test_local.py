@@ -62,6 +62,15 @@ def test_a_failing_process_is_named_with_its_reason_and_its_last_lines(tmp_path)
     assert str(tmp_path / "logs" / "trainer.log") in text
 
 
+def test_of_several_ranks_the_one_that_failed_gives_the_reason(tmp_path):
+    said = "trainer (rank 1): out of luck: really"
+    code = f"import sys; print('WARNING trainer | hm', {said!r}, 'no such thing', sep='\\n'); sys.exit(1)"
+    spec = ProcessSpec(name="trainer", command="trainer", argv=(sys.executable, "-c", code), num_ranks=2)
+    with pytest.raises(ProcessFailed) as caught:
+        run_local([spec], tmp_path)
+    assert str(caught.value).startswith("trainer ended with exit code 1: out of luck: really\n")
+
+
 def test_when_one_process_fails_the_others_are_stopped(tmp_path, free_port):
     server = InferenceConfig.model_validate(
         {"server": {"port": free_port}, "model": {"name": "examples/reverse_text_cpu/model"}}

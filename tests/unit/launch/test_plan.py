@@ -67,6 +67,26 @@ def test_gpus_that_are_not_there_are_refused_with_a_way_out():
         plan_rl(rl("--trainer-gpu-ids", "1"), Machine(gpus=("0",), num_cpus=8))
 
 
+def test_several_gpus_of_the_trainer_are_as_many_ranks_that_share_its_cores():
+    flags = ("--inference", "--inference-gpu-ids", "0", "--trainer-gpu-ids", "1,3")
+    *_, orchestrator, trainer = plan_rl(rl(*flags), FOUR)
+    assert (trainer.num_ranks, trainer.env["CUDA_VISIBLE_DEVICES"]) == (2, "5,7")
+    assert trainer.env["OMP_NUM_THREADS"] == "2"
+    assert orchestrator.num_ranks == 1
+    assert orchestrator.config.num_train_workers == 2
+
+
+def test_a_trainer_on_the_cpu_has_as_many_ranks_as_ids_and_no_gpu():
+    flags = ("--inference", "--trainer-gpu-ids", "0,1,2", "--trainer.device", "cpu")
+    for machine in (LAPTOP, Machine(gpus=("0",), num_cpus=8)):
+        *_, trainer = plan_rl(rl(*flags), machine)
+        assert (trainer.num_ranks, trainer.env["CUDA_VISIBLE_DEVICES"]) == (3, "")
+        assert trainer.env["OMP_NUM_THREADS"] == "1"
+    server, *_, trainer = plan_rl(rl(*flags[:1], *flags[3:]), Machine(gpus=("0",), num_cpus=8))
+    assert (trainer.num_ranks, trainer.env["CUDA_VISIBLE_DEVICES"]) == (1, "")
+    assert server.config.gpu_memory_utilization == 0.9, "nobody shares its GPU"
+
+
 def test_the_servers_key_reaches_the_orchestrator_and_nobody_else():
     inference, orchestrator, trainer = plan_rl(rl("--inference.api-key", "secret"), LAPTOP)
     assert orchestrator.env["OPENAI_API_KEY"] == "secret"

@@ -1,0 +1,51 @@
+"""`torchrun` as `rl` starts it: starts the ranks of one machine and ends all of them when one has ended.
+
+Where torchrun reports a failed rank with a traceback of its own and a table, this is silent, since the rank has said
+why; of one that could not, because a signal ended it, this says so. Takes torchrun's arguments.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from prime_rl import lifeline
+
+LOST_MEMORY = "; if nobody did that, the machine ran out of memory (see dmesg): lower model.seq_len, or use fewer ranks"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun with `argv`; the exit code, 0 where every rank has ended well."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    lifeline.watch_launcher()
+    try:
+        run(parse_args(list(argv)))
+    except ChildFailedError as error:
+        if reason := unsaid({rank: failure.exitcode for rank, failure in error.failures.items()}):
+            print(f"trainer: {reason}", file=sys.stderr, flush=True)
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def unsaid(codes: dict[int, int]) -> str | None:
+    """What the ranks could not say themselves, from the exit code of each; None where one of them has.
+
+    SIGTERM is how torchrun ends the others, so it is the reason only where there is no other.
+    """
+    if any(code > 0 for code in codes.values()):
+        return None
+    killed = {rank: -code for rank, code in codes.items()}
+    first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM}
+    rank, number = min((first or killed).items())
+    hint = LOST_MEMORY if number == signal.SIGKILL else ""
+    return f"rank {rank} was killed by {signal.Signals(number).name}{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
