@@ -64,6 +64,7 @@ def recompute(spec: dict[str, Any]) -> dict[str, float]:
     from prime_rl.data.packing import build_batch  # noqa: PLC0415
     from prime_rl.models.hf import load_decoder  # noqa: PLC0415
     from prime_rl.trainer.precision import ComputeModel  # noqa: PLC0415
+    from prime_rl.trainer.scoring import Scorer  # noqa: PLC0415
     from prime_rl.trainer.streams import LossOutput, TokenStreams  # noqa: PLC0415
     from prime_rl.trainer.trainer import accumulate_gradients  # noqa: PLC0415
 
@@ -76,7 +77,7 @@ def recompute(spec: dict[str, Any]) -> dict[str, float]:
 
     master = load_decoder(spec["model_dir"], device=torch.device(spec["device"]), dtype=torch.float32)
     batch = build_batch(samples, step=0, seq_len=ROW_TOKENS)
-    accumulate_gradients(ComputeModel(master, getattr(torch, spec["dtype"])), loss, batch)
+    accumulate_gradients(ComputeModel(Scorer(master), getattr(torch, spec["dtype"])), loss, batch)
     log_ratio = torch.cat(differences)
     assert len(log_ratio) == sum(sample.num_loss_tokens for sample in samples)
     return {

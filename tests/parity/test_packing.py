@@ -13,6 +13,7 @@ from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.scoring import Scorer
 from prime_rl.trainer.trainer import BatchLoss, accumulate_gradients
 
 SHAPE = {
@@ -51,7 +52,7 @@ def sample(rng: np.random.Generator, length: int) -> TrainingSample:
 
 def run(model: Decoder, batch: TrainingBatch) -> tuple[BatchLoss, dict[str, torch.Tensor]]:
     model.zero_grad()
-    result = accumulate_gradients(ComputeModel(model, torch.float32), build_loss(LossConfig(kl_tau=0.1)), batch)
+    result = accumulate_gradients(ComputeModel(Scorer(model), torch.float32), build_loss(LossConfig(kl_tau=0.1)), batch)
     return result, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

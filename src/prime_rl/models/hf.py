@@ -8,16 +8,18 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import ModelError
 from prime_rl.logs import get_logger
@@ -109,13 +111,57 @@ def eos_token_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that lies in a file, or is drawn whole: what is not asked for is not read."""
+
+    shape: torch.Size
+    rows: Callable[[int, int], Tensor]
+    """Rows from, to (of its first dimension), on the CPU."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "StoredTensor":
+        """A tensor that is in memory already."""
+        return cls(tensor.shape, lambda start, stop: tensor if tensor.ndim == 0 else tensor[start:stop])
+
+    @property
+    def num_rows(self) -> int:
+        """1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+
+def stored_tensors(directory: Path, seed: int) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a model directory; drawn from `seed`, as a warning says, where it holds none.
+
+    Each can be read until the next one is asked for.
+    """
+    files = weight_files(directory)
+    for path in files:
+        yield from _stored_in(path)
+    if not files:
+        logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
+        for name, tensor in initial_tensors(load_config(directory), seed):
+            yield name, StoredTensor.of(tensor)
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                part = shard.get_slice(name)
+                shape = torch.Size(part.get_shape())
+                if not shape:
+                    yield name, StoredTensor.of(shard.get_tensor(name))
+                    continue
+                yield name, StoredTensor(shape, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+
+
 def model_tensors(directory: Path, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model directory, on the CPU; drawn from `seed`, as a warning says, where it holds none."""
-    if weight_files(directory):
-        yield from read_safetensors(directory)
-        return
-    logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
-    yield from initial_tensors(load_config(directory), seed)
+    """The tensors of a model directory, whole and on the CPU; see `stored_tensors`."""
+    for name, stored in stored_tensors(directory, seed):
+        yield name, stored.rows(0, stored.num_rows)
 
 
 def load_decoder(
@@ -156,9 +202,17 @@ def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+AnyTensor = TypeVar("AnyTensor", bound=_Shaped)
+
+
 def fitting(
-    parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+    parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, AnyTensor]], *, strict: bool = True
+) -> Iterator[tuple[str, AnyTensor]]:
     """Those of `tensors` that go into the parameters of their names, checked as they pass.
 
     Raises: ModelError naming tensors that are unexpected or of another shape and, at the end when `strict`, those that
@@ -183,12 +237,43 @@ def fitting(
         raise ModelError(f"the weights lack {len(missing)} tensors: {shown}")
 
 
-@torch.no_grad()
-def load_hf_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
+def load_hf_tensors(decoder: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
     """Copy tensors into the parameters in place, converting dtype and device; ModelError as `fitting`."""
-    parameters = dict(decoder.named_parameters())
+    stored = ((name, StoredTensor.of(tensor)) for name, tensor in tensors)
+    load_stored(dict(decoder.named_parameters()), stored, strict=strict)
+
+
+@torch.no_grad()
+def load_stored(
+    parameters: Mapping[str, Tensor], tensors: Iterable[tuple[str, StoredTensor]], *, strict: bool = True
+) -> None:
+    """The same from tensors that are not read yet: of what lies in slices on several ranks, each reads its own.
+
+    ModelError as `fitting`.
+    """
     for name, tensor in fitting(parameters, tensors, strict=strict):
-        parameters[name].copy_(tensor)
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            start, stop = held_rows(parameter)
+            parameter.to_local().copy_(tensor.rows(start, stop))
+        else:
+            parameter.copy_(tensor.rows(0, tensor.num_rows))
+
+
+def held_rows(tensor: DTensor) -> tuple[int, int]:
+    """Which rows of the whole tensor this rank holds, when it is cut along its first dimension and no other."""
+    start, stop = 0, tensor.shape[0]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of the mesh holds nothing"
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        assert placement.is_shard(0), placement
+        share = -(-(stop - start) // tensor.device_mesh.size(axis))  # as torch.chunk cuts
+        first = min(start + coordinate[axis] * share, stop)
+        start, stop = first, min(first + share, stop)
+    assert stop - start == tensor.to_local().shape[0]
+    return start, stop
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -220,12 +305,8 @@ def read_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     if not files:
         raise ModelError(f"{directory} holds no {SINGLE_FILE} and no {INDEX_FILE}")
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                    yield name, shard.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+        for name, stored in _stored_in(path):
+            yield name, stored.rows(0, stored.num_rows)
 
 
 def write_safetensors(

@@ -4,18 +4,18 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from prime_rl.config.trainer import AdamWConfig, SFTConfig, TrainerConfig
 from prime_rl.data.rendering import load_tokenizer
 from prime_rl.errors import ConfigError
 from prime_rl.logs import get_logger
-from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import load_decoder, read_json
+from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
+from prime_rl.trainer.model import TrainedModel, build_model
 from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
 from prime_rl.trainer.perf import PerfMeter, cost_of
-from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import BroadcastPublisher, Publisher, WeightPublisher
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.script import refuse_several_processes
@@ -53,8 +53,8 @@ def train(
     device = pick_device(config.device)
     paths = RunPaths(config.output_dir)
     dtype = torch.bfloat16 if config.model.optimization_dtype == "bfloat16" else torch.float32
-    model = load_decoder(str(directory), device=device, dtype=torch.float32, seed=config.seed)
     ranks = Ranks(rank=0, size=1, device=device)
+    model = build_model(config.model, directory, ranks, seed=config.seed)
     schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
     files = WeightPublisher(
         model=model,
@@ -72,7 +72,7 @@ def train(
         min_step_time_s=config.debug.min_step_time,
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     _logger.info("Training %s, %.1fM parameters, on %s", directory, num_parameters / 1e6, device_name)
     if config.log.log_data:
         batches = LoggedBatches(batches, load_tokenizer(tokenizer))
@@ -80,19 +80,19 @@ def train(
         publisher = _publisher(config, files, model, dtype, stack)
         monitor = stack.enter_context(closing(JsonlMonitor(paths.metrics("trainer"))))
         Trainer(
-            model=ComputeModel(model, dtype),
-            optimizer=ScheduledAdamW(model, config.optim, schedule),
+            model=model,
+            optimizer=ScheduledAdamW(nn.ParameterList(model.parameters.values()), config.optim, schedule),
             batches=batches,
             loss=loss,
             publisher=publisher,
             monitor=monitor,
-            meter=PerfMeter(cost_of(model, read_json(directory / "config.json")), ranks, device_name),
+            meter=PerfMeter(cost_of(model.model, read_json(directory / "config.json")), ranks, device_name),
             options=options,
         ).run()
 
 
 def _publisher(
-    config: TrainerConfig | SFTConfig, files: WeightPublisher, model: Decoder, dtype: torch.dtype, stack: ExitStack
+    config: TrainerConfig | SFTConfig, files: WeightPublisher, model: TrainedModel, dtype: torch.dtype, stack: ExitStack
 ) -> Publisher:
     """`files`, or what sends from GPU to GPU before it; a trainer that was started alone takes `auto` for files."""
     if not isinstance(config, TrainerConfig) or config.weight_broadcast.type != "nccl":
@@ -102,7 +102,7 @@ def _publisher(
         host=broadcast.host,
         port=broadcast.port,
         world_size=1 + broadcast.inference_world_size,
-        device=next(model.parameters()).device,
+        device=model.device,
         timeout=broadcast.timeout,
     )
     stack.callback(sender.close)

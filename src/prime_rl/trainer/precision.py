@@ -1,40 +1,63 @@
-"""The weights that forward and backward run on: the float32 masters, or a copy of them in a smaller dtype."""
+"""The model of a process that trains alone: weights in the data type of forward and backward, and float32 masters."""
 
 import torch
+from torch import Tensor, nn
 
-from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import empty_decoder
+from prime_rl.trainer.scoring import Scorer
+from prime_rl.trainer.streams import DeviceBatch
 
 
 class ComputeModel:
-    """A decoder in `dtype` beside float32 master weights, which collect its gradients in float32.
+    """A model in `dtype` beside float32 masters of its trained parameters, which collect their gradients in float32.
 
     Everything is computed in `dtype`, as the engine does with the weights it is sent; autocast would keep the
-    residual stream in float32 and drift from it. With float32 the masters themselves are used.
+    residual stream in float32 and drift from it. With float32 the model's parameters are the masters themselves.
+    Frozen parameters exist once.
     """
 
-    def __init__(self, master: Decoder, dtype: torch.dtype) -> None:
-        self._master = master
-        self._is_copy = dtype != torch.float32
-        device = next(master.parameters()).device
-        self.model = empty_decoder(master.config, device=device, dtype=dtype) if self._is_copy else master
-        self._pairs = list(zip(master.parameters(), self.model.parameters(), strict=True))
+    def __init__(self, scorer: Scorer, dtype: torch.dtype) -> None:
+        """Takes over the values of the model's parameters, float32 where they are trained, and converts it."""
+        self.model = scorer.model
+        self._scorer = scorer
+        named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self._copies: dict[str, nn.Parameter] = {}
+        self.parameters = named
+        if dtype != torch.float32:
+            self._copies = named
+            self.parameters = {name: nn.Parameter(copy.detach()) for name, copy in named.items()}
+            for parameter in self.model.parameters():  # not the buffers: rotation frequencies stay exact
+                parameter.data = parameter.data.to(dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    def score(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs, which carry gradients, and entropies of the tokens in the loss."""
+        out: tuple[Tensor, Tensor] = self._scorer(batch)
+        return out
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the masters' values; called once a step."""
-        if self._is_copy:
-            for master, copy in self._pairs:
-                copy.copy_(master)
+        for name, copy in self._copies.items():
+            copy.copy_(self.parameters[name])
 
     def collect(self) -> None:
-        """Add the copy's gradients to the masters' and clear them; called after every micro-batch."""
-        if not self._is_copy:
-            return
-        for master, copy in self._pairs:
-            assert copy.grad is not None
+        """Add the copies' gradients to the masters' and clear them; called after every micro-batch."""
+        for name, copy in self._copies.items():
+            master = self.parameters[name]
+            if copy.grad is None:  # a parameter that this input did not use
+                continue
             if master.grad is None:
                 master.grad = copy.grad.float()
             else:
                 master.grad += copy.grad
             copy.grad = None
+
+    def stored(self) -> dict[str, Tensor]:
+        """Every parameter under its Hugging Face name, detached: the master where it is trained."""
+        return {
+            name: self.parameters.get(name, parameter).detach() for name, parameter in self.model.named_parameters()
+        }

@@ -8,9 +8,9 @@ import torch
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.logs import get_logger
-from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import MAX_SHARD_BYTES, hf_tensors
+from prime_rl.models.hf import MAX_SHARD_BYTES
 from prime_rl.paths import step_dir
+from prime_rl.trainer.model import TrainedModel
 from prime_rl.transport import broadcasts
 from prime_rl.transport.checksum import entries
 from prime_rl.transport.manifest import complete_steps, remove_dir
@@ -52,7 +52,7 @@ class WeightPublisher:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: TrainedModel,
         weights_dir: Path,
         assets: Path,
         tokenizer: Path,
@@ -75,7 +75,7 @@ class WeightPublisher:
         stays = self.is_milestone(step)
         if self._keep_last is None and not stays:
             return
-        tensors = ((name, tensor.to(self._dtype)) for name, tensor in hf_tensors(self._model))
+        tensors = ((name, tensor.to(self._dtype)) for name, tensor in self._model.stored().items())
         directory = publish_weights(
             tensors,
             step=step,
@@ -114,7 +114,14 @@ class BroadcastPublisher:
     """
 
     def __init__(
-        self, *, model: Decoder, dtype: torch.dtype, sender: Sender, root: Path, timeout: float, files: WeightPublisher
+        self,
+        *,
+        model: TrainedModel,
+        dtype: torch.dtype,
+        sender: Sender,
+        root: Path,
+        timeout: float,
+        files: WeightPublisher,
     ) -> None:
         """`root`: `broadcasts` of the run. `timeout`: seconds to wait for the orchestrator."""
         self._model = model
@@ -148,7 +155,7 @@ class BroadcastPublisher:
         return not self._is_over() and self._trying(lambda: self._sender.open(self._is_over))
 
     def _is_sent(self, step: int) -> bool:
-        tensors = {name: tensor.to(self._dtype) for name, tensor in hf_tensors(self._model)}
+        tensors = {name: tensor.to(self._dtype) for name, tensor in self._model.stored().items()}
         broadcasts.announce(self._root, step, published("nccl", entries(tensors)))
         is_ready = broadcasts.wait_until_ready(self._root, step, timeout=self._timeout)
         return self._trying(lambda: self._sender.send(tensors, self._is_over)) if is_ready else False

@@ -23,13 +23,10 @@ from torch import Tensor
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.logs import get_logger
-from prime_rl.models.attention import PackedAttention
-from prime_rl.models.decoder import Decoder
 from prime_rl.monitors.base import Monitor
-from prime_rl.trainer.head import token_logprobs
+from prime_rl.trainer.model import TrainedModel
 from prime_rl.trainer.optim import ScheduledAdamW
 from prime_rl.trainer.perf import PerfMeter
-from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, TokenStreams
 
@@ -61,7 +58,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: ComputeModel,
+        model: TrainedModel,
         optimizer: ScheduledAdamW,
         batches: BatchSource,
         loss: LossFunction,
@@ -115,7 +112,7 @@ class Trainer:
         _logger.info(format_step(step, metrics))
 
     def _check_fit(self, batch: TrainingBatch) -> None:
-        vocab_size, longest = self._model.model.config.vocab_size, self._options.max_row_tokens
+        vocab_size, longest = self._model.model.vocab_size, self._options.max_row_tokens
         for row in batch.micro_batches:
             if row.input_ids.max() >= vocab_size:
                 raise DataError(
@@ -142,37 +139,29 @@ class Trainer:
         return metrics | {"optim/lr": self._optimizer.apply(step)}
 
 
-def accumulate_gradients(compute: ComputeModel, loss: LossFunction, batch: TrainingBatch) -> BatchLoss:
+def accumulate_gradients(model: TrainedModel, loss: LossFunction, batch: TrainingBatch) -> BatchLoss:
     """Forward and backward over every micro-batch of the loss, each stream averaged over its tokens of the batch.
 
     The gradients are added to the master weights' `.grad`. How the batch is split into micro-batches and packed into
     rows makes no difference.
     """
-    compute.refresh()
-    device = next(compute.model.parameters()).device
+    model.refresh()
     losses: list[Tensor] = []
     metrics: dict[str, list[Tensor]] = {}
     counts = batch.stream_tokens
     for row in batch.micro_batches:
-        output = loss(_forward(compute.model, DeviceBatch.from_numpy(row, device), device))
+        output = loss(_streams(model, DeviceBatch.from_numpy(row, model.device)))
         row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()
         row_loss.backward()
-        compute.collect()
+        model.collect()
         losses.append(row_loss.detach())
         for name, values_N in output.metrics_N.items():
             metrics.setdefault(name, []).append(values_N)
     return BatchLoss(per_micro_batch=torch.stack(losses).tolist(), metrics=_summarise(metrics))
 
 
-def _forward(model: Decoder, batch: DeviceBatch, device: torch.device) -> TokenStreams:
-    hidden_TH = model(batch.input_ids_T, batch.positions_T, PackedAttention(batch.seq_lens, device))
-    logprobs_N, entropies_N = token_logprobs(
-        model.logits,
-        hidden_TH[batch.predictors_N],
-        batch.targets_N,
-        batch.temperatures_N,
-        vocab_size=model.config.vocab_size,
-    )
+def _streams(model: TrainedModel, batch: DeviceBatch) -> TokenStreams:
+    logprobs_N, entropies_N = model.score(batch)
     return TokenStreams(
         logprobs_N=logprobs_N,
         entropies_N=entropies_N,

@@ -12,7 +12,9 @@ from tests.doubles.transfer import TcpSender
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.models.hf import hf_tensors
+from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publish import BroadcastPublisher, WeightPublisher, removable
+from prime_rl.trainer.scoring import Scorer
 from prime_rl.transport.broadcasts import fall_back, fallback_reason, finish, ready_file
 from prime_rl.transport.checksum import checksum
 from prime_rl.transport.manifest import complete_steps, read_manifest, verify
@@ -21,9 +23,15 @@ from prime_rl.transport.weights import load_weights
 ROOT = Path(__file__).parents[3]
 
 
+def trained(decoder) -> ComputeModel:
+    return ComputeModel(Scorer(decoder), torch.float32)
+
+
 def publisher(decoder, model_dir, weights_dir, **changes) -> WeightPublisher:
     options = {"dtype": torch.float32, "max_steps": 7, "interval": None, "keep_last": 3, **changes}
-    return WeightPublisher(model=decoder, weights_dir=weights_dir, assets=model_dir, tokenizer=model_dir, **options)
+    return WeightPublisher(
+        model=trained(decoder), weights_dir=weights_dir, assets=model_dir, tokenizer=model_dir, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,9 @@ def change_each_by_its_own_amount(decoder):
 def broadcast(decoder, model_dir, tmp_path, sender, **changes):
     options = {"dtype": torch.bfloat16, "timeout": 60, **changes}
     files = publisher(decoder, model_dir, tmp_path / "weights", dtype=options["dtype"], max_steps=9, interval=4)
-    return BroadcastPublisher(model=decoder, sender=sender, root=tmp_path / "broadcasts", files=files, **options)
+    return BroadcastPublisher(
+        model=trained(decoder), sender=sender, root=tmp_path / "broadcasts", files=files, **options
+    )
 
 
 @contextmanager

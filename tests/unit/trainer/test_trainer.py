@@ -16,6 +16,7 @@ from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.scoring import Scorer
 from prime_rl.trainer.streams import LossOutput
 from prime_rl.trainer.trainer import LoopOptions, Trainer, accumulate_gradients, format_step
 
@@ -47,7 +48,7 @@ class Publisher:
 def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
     publisher, monitor = Publisher(model), FakeMonitor()
     built = Trainer(
-        model=ComputeModel(model, torch.float32),
+        model=ComputeModel(Scorer(model), torch.float32),
         optimizer=ScheduledAdamW(model, AdamWConfig(lr=lr), lambda step: lr / (step + 1)),
         batches=Batches(*batches),
         loss=loss or build_loss(LossConfig()),
@@ -104,9 +105,9 @@ def test_training_lowers_the_loss_of_a_repeated_batch(decoder, make_batch):
 def test_the_split_into_micro_batches_changes_neither_loss_nor_gradients(decoder, make_batch, seq_len):
     def run(batch: TrainingBatch):
         decoder.zero_grad()
-        return accumulate_gradients(ComputeModel(decoder, torch.float32), build_loss(LossConfig()), batch), gradients(
-            decoder
-        )
+        return accumulate_gradients(
+            ComputeModel(Scorer(decoder), torch.float32), build_loss(LossConfig()), batch
+        ), gradients(decoder)
 
     whole, expected = run(make_batch(count=9, seq_len=1000))
     split, found = run(make_batch(count=9, seq_len=seq_len))
@@ -124,7 +125,7 @@ def test_every_token_of_the_batch_weighs_the_same_wherever_it_lies(decoder, make
     sizes = [row.num_loss_tokens for row in batch.micro_batches]
     assert len(set(sizes)) > 1
     ones = accumulate_gradients(
-        ComputeModel(decoder, torch.float32),
+        ComputeModel(Scorer(decoder), torch.float32),
         lambda streams: LossOutput(sums={"rl": (streams.logprobs_N * 0 + 1).sum()}, metrics_N={}),
         batch,
     )
@@ -147,10 +148,10 @@ def test_a_micro_batch_without_loss_tokens_adds_nothing(decoder, make_batch):
     empty = masked(batch).micro_batches[0]
     with_empty = msgspec.structs.replace(batch, micro_batches=[empty, *batch.micro_batches])
     loss = build_loss(LossConfig())
-    plain = accumulate_gradients(ComputeModel(decoder, torch.float32), loss, batch)
+    plain = accumulate_gradients(ComputeModel(Scorer(decoder), torch.float32), loss, batch)
     expected = gradients(decoder)
     decoder.zero_grad()
-    assert accumulate_gradients(ComputeModel(decoder, torch.float32), loss, with_empty).per_micro_batch == [
+    assert accumulate_gradients(ComputeModel(Scorer(decoder), torch.float32), loss, with_empty).per_micro_batch == [
         0.0,
         *plain.per_micro_batch,
     ]

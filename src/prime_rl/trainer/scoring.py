@@ -1,0 +1,35 @@
+"""One forward from token ids to what a loss is computed from."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prime_rl.models.attention import PackedAttention
+from prime_rl.models.language_model import LanguageModel
+from prime_rl.trainer.head import token_logprobs
+from prime_rl.trainer.streams import DeviceBatch
+
+
+class Scorer(nn.Module):
+    """A language model and its head as one module.
+
+    The head's weight is a parameter of the model. Sharded parameters are whole only while the module that was sharded
+    runs, so what uses them must happen in the forward of that module: this one.
+
+    Shape suffix: N tokens in the loss.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs of the tokens in the loss, and entropies of what they were drawn from, in nats: float32 [N]."""
+        device = batch.input_ids_T.device
+        hidden_TH = self.model(batch.input_ids_T, batch.positions_T, PackedAttention(batch.seq_lens, device))
+        return token_logprobs(
+            lambda hidden_NH: F.linear(hidden_NH, self.model.head_weight),
+            hidden_TH[batch.predictors_N],
+            batch.targets_N,
+            batch.temperatures_N,
+            vocab_size=self.model.vocab_size,
+        )
