@@ -34,6 +34,10 @@ TESTED = {
     # only over NCCL
     **{f"trainer weight_broadcast.{key}": f"{UNIT}/trainer/rl/test_train.py::{SENDER}" for key in NCCL},
     **{f"orchestrator weight_broadcast.{key}": f"{UNIT}/orchestrator/test_broadcasts.py::{JOINS}" for key in NCCL},
+    # read before the orchestrator starts: a batch has a rollout for each
+    "orchestrator num_train_workers": (
+        f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"
+    ),
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
         f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"

@@ -240,7 +240,7 @@ class OrchestratorConfig(ProcessConfig):
     """Times in a row that a worker which died is started again before the run ends. -1: always."""
 
     num_train_workers: int = Field(default=1, ge=1)
-    """Ranks of the trainer; with `rl` it follows from `trainer_gpu_ids`."""
+    """Ranks of the trainer, each of which needs a rollout; with `rl` it follows from `trainer_gpu_ids`."""
 
     reload_weights_on_start: bool = True
     """Whether a server that serves other weights than this run starts from is given these first."""
@@ -310,6 +310,13 @@ class OrchestratorConfig(ProcessConfig):
                 f"{down or self.rollouts_per_example}",
                 "batch_size",
                 "rollouts_per_example",
+            )
+        if self.batch_size < self.num_train_workers:
+            raise Conflict(
+                f"{self.batch_size} rollouts leave some of {self.num_train_workers} ranks of the trainer without work; "
+                f"set batch_size to {self.num_train_workers} or more, or give the trainer fewer GPUs",
+                "batch_size",
+                "num_train_workers",
             )
         if self.max_concurrent is not None and self.max_concurrent < self.rollouts_per_example:
             raise Conflict(

@@ -38,8 +38,6 @@ class Pending:
 
     waits_for: str
     neutral: tuple[Any, ...] = ()
-    max_length: int | None = None
-    """Lists of up to this many entries are neutral."""
 
 
 PENDING: dict[str, Pending] = {
@@ -47,11 +45,9 @@ PENDING: dict[str, Pending] = {
         [
             *("TrainerModelConfig.reduce_dtype", "TrainerModelConfig.reshard_after_forward"),
             *("TrainerModelConfig.dp_replicate", "TrainerModelConfig.tp", "_BaseTrainerConfig.dist_timeout_seconds"),
-            "OrchestratorConfig.num_train_workers",
         ],
         Pending(SHARDED),
     ),
-    "RLConfig.trainer_gpu_ids": Pending(SHARDED, max_length=1),
     **dict.fromkeys(
         [
             *("TrainerModelConfig.compile", "TrainerModelConfig.ac", "TrainerModelConfig.ac_offloading"),
@@ -82,10 +78,7 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("LossConfig.teacher_tau", "LossConfig.ratio_type", "LossConfig.token_mask_low"),
-            *("LossConfig.token_mask_high", "LossConfig.geo_mask_low", "LossConfig.geo_mask_high"),
-            *("LossConfig.sequence_mask_low", "LossConfig.sequence_mask_high", "LossConfig.sequence_clip_high"),
-            *("TrainerConfig.loss:custom", "_BaseTrainerConfig.optim:sgd", "_BaseTrainerConfig.optim:muon"),
+            *("_BaseTrainerConfig.optim:sgd", "_BaseTrainerConfig.optim:muon"),
             *("OrchestratorConfig.advantage", "OrchestratorConfig.teacher_model", "RLConfig.teacher_inference"),
             *("RLConfig.teacher_gpu_ids", "TrainSamplingConfig.temp_scheduler"),
         ],
@@ -171,7 +164,6 @@ def note(cls: type[BaseModel], name: str, kind: str = "") -> str:
     default = default_of(cls.model_fields[name])
     is_default = default is not None and kind in ("", getattr(default, "type", ""))
     what = "other values come" if is_default else "comes"
-    what = what if pending.max_length is None else f"more than {pending.max_length} comes"
     also = f" ({', '.join(map(str, pending.neutral))} works)" if pending.neutral else ""
     return f"Later: {what} with {pending.waits_for}{also}."
 
@@ -201,9 +193,7 @@ def _pending(cls: type, name: str, kind: str) -> Pending | None:
 
 
 def _is_neutral(value: Any, default: Any, pending: Pending) -> bool:
-    if value == default or value in pending.neutral:
-        return True
-    return pending.max_length is not None and len(value) <= pending.max_length
+    return bool(value == default or value in pending.neutral)
 
 
 def _sections(value: Any) -> Iterator[tuple[int | None, BaseModel]]:

@@ -110,7 +110,8 @@ class RLConfig(ProcessConfig):
     """GPUs of the server, as indices into the visible ones. None: the first if there is one."""
 
     trainer_gpu_ids: tuple[int, ...] | None = None
-    """GPUs of the trainer, likewise. None: the one after the server's, or the same if there is only one."""
+    """GPUs of the trainer, likewise; each has a share of model and batch. With `trainer.device = "cpu"` only their
+    number counts. None: the one after the server's, or the same if there is only one."""
 
     teacher_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the teacher's server, likewise. None: it has none."""
@@ -157,6 +158,14 @@ class RLConfig(ProcessConfig):
                 raise Conflict(f"{key} must be different indices from 0, at least one", key)
         if self.inference is not None and self.inference_gpu_ids is not None:
             _check_parallelism(self.inference.parallel, len(self.inference_gpu_ids))
+        ranks, copies = len(self.trainer_gpu_ids or (0,)), self.trainer.model.dp_replicate
+        if ranks % copies:
+            raise Conflict(
+                f"{copies} copies of the model do not divide {ranks} ranks of the trainer; set "
+                f"trainer.model.dp_replicate to one of {_divisors(ranks)}",
+                "trainer.model.dp_replicate",
+                "trainer_gpu_ids",
+            )
         return self
 
     @model_validator(mode="after")
@@ -179,6 +188,16 @@ class RLConfig(ProcessConfig):
                     f"trainer and orchestrator meet at one {key}: set both to the same",
                     *_in(_TRAINED, f"weight_broadcast.{key}"),
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _bench(self) -> Any:
+        if self.trainer.bench is not None and not self.bench:
+            raise Conflict(
+                "a trainer that measures itself takes no part in a run; measure both sides with --bench, or the "
+                "trainer alone with `trainer --bench --data.fake`",
+                "trainer.bench",
+            )
         return self
 
     @model_validator(mode="after")
@@ -206,11 +225,16 @@ def _check_parallelism(parallel: ParallelConfig, gpus: int) -> None:
     """The server's copies fill its GPUs. Raises: Conflict with advice on what was set."""
     ids, tp, dp = "inference_gpu_ids", "inference.parallel.tp", "inference.parallel.dp"
     if gpus % parallel.tp:
-        fitting = ", ".join(str(size) for size in range(1, gpus + 1) if gpus % size == 0)
-        raise Conflict(f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {fitting}", tp, ids)
+        raise Conflict(
+            f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {_divisors(gpus)}", tp, ids
+        )
     if parallel.dp * parallel.tp != gpus:
         needed = f"tp x dp = {parallel.tp} x {parallel.dp} = {parallel.tp * parallel.dp}"
         raise Conflict(f"{needed} GPUs are not the {gpus} that are named; drop {dp}, it follows", dp, tp, ids)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def _is_on(values: Values, section: str) -> bool:

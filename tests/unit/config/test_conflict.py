@@ -275,6 +275,27 @@ CASES = [
         ["trainer_gpu_ids = [0, 0] (--trainer-gpu-ids)"],
     ),
     (
+        "rl --trainer-gpu-ids 0,1,2,3,4,5 --trainer.model.dp-replicate 4",
+        "set trainer.model.dp_replicate to one of 1, 2, 3, 6",
+        [
+            "trainer.model.dp_replicate = 4 (--trainer.model.dp-replicate)",
+            "trainer_gpu_ids = [0, 1, 2, 3, 4, 5] (--trainer-gpu-ids)",
+        ],
+    ),
+    (
+        "rl --trainer-gpu-ids 0,1,2 --orchestrator.batch-size 2 --orchestrator.rollouts-per-example 2",
+        "set batch_size to 3 or more",
+        [
+            "orchestrator.batch_size = 2 (--orchestrator.batch-size)",
+            "orchestrator.num_train_workers = 3 (--trainer-gpu-ids)",
+        ],
+    ),
+    (
+        "rl --trainer.bench",
+        "measure both sides with --bench",
+        ["trainer.bench (--trainer.bench)"],
+    ),
+    (
         "rl --inference --inference-gpus 6 --inference.parallel.tp 4",
         "set inference.parallel.tp to one of 1, 2, 3, 6",
         [

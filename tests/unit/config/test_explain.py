@@ -153,7 +153,6 @@ def test_a_key_of_a_free_table():
         (TrainerConfig, "model.lora.rank", ["--model.lora"], "comes with LoRA"),
         (TrainerConfig, "optim.mu", [], "comes with the full set of losses, optimizers and advantages"),
         (TrainerConfig, "optim", ["--optim.type", "muon"], "comes with the full set of losses"),
-        (RLConfig, "trainer_gpu_ids", [], "more than 1 comes with the trainer on several GPUs"),
     ],
 )
 def test_a_key_that_waits_for_something_says_so(root, key, argv, note):

@@ -46,13 +46,7 @@ def test_every_entry_of_the_table_names_a_key_that_exists():
         pytest.param(InferenceConfig, ["--deployment.type", "multi_node"], ["deployment"], id="a type of machines"),
         pytest.param(TrainerConfig, ["--model.trust-remote-code"], ["model.trust_remote_code"], id="inherited"),
         pytest.param(InferenceConfig, ["--model.trust-remote-code"], [], id="declared anew"),
-        pytest.param(RLConfig, ["--trainer-gpu-ids", "3"], [], id="one GPU"),
-        pytest.param(
-            RLConfig,
-            ["--trainer-gpu-ids", "0,1"],
-            ["trainer_gpu_ids", "orchestrator.num_train_workers"],
-            id="several GPUs",
-        ),
+        pytest.param(RLConfig, ["--trainer-gpu-ids", "0,1"], [], id="several GPUs"),
     ],
 )
 def test_a_key_that_nothing_reads_yet_is_a_wish_unless_it_is_neutral(root, argv, expected):

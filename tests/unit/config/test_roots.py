@@ -102,6 +102,21 @@ def test_gpus_decide_over_copies_of_the_model_and_ranks_of_the_trainer():
     assert config.orchestrator.num_train_workers == 2
 
 
+def test_copies_of_the_trained_model_divide_its_ranks():
+    ids = ("--trainer-gpu-ids", "0,1,2,3,4,5")
+    assert rl(*ids, "--trainer.model.dp-replicate", "3").trainer.model.dp_replicate == 3
+
+
+def test_a_step_has_a_rollout_for_every_rank_of_the_trainer():
+    ids = ("--trainer-gpu-ids", "0,1,2,3,4,5,6,7", "--orchestrator.rollouts-per-example", "4")
+    assert rl(*ids, "--orchestrator.batch-size", "8").orchestrator.num_train_workers == 8
+    assert "give the trainer fewer GPUs" in complaint(RLConfig, *ids, "--orchestrator.batch-size", "4")
+
+
+def test_a_trainer_that_measures_itself_is_no_part_of_a_run():
+    assert rl("--bench", "--trainer.bench").trainer.bench is not None
+
+
 def test_an_adapter_that_is_trained_can_be_served():
     config = rl("--trainer.model.lora.rank", "12", "--inference")
     assert config.inference.enable_lora
