@@ -57,6 +57,10 @@ class AdapterConfig:
     """Last parts of the adapted modules' names; or, as PEFT has it, a regular expression of their names, or
     `all-linear`."""
     use_rslora: bool = False
+    dropout: float = 0.0
+    """In training alone."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that come whole beside the factors; PEFT alone can load such an adapter."""
 
     @property
     def scale(self) -> float:
@@ -133,16 +137,16 @@ def write_config(config: AdapterConfig, directory: Path, *, base_model: str) -> 
         "use_dora": False,
         "bias": "none",
         "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "lora_dropout": 0.0,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "lora_dropout": config.dropout,
         "inference_mode": True,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def adapter_tensors(factors: Factors) -> dict[str, Tensor]:
-    """Factors under PEFT's names."""
-    tensors: dict[str, Tensor] = {}
+def adapter_tensors(factors: Factors, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Factors under PEFT's names, and the parameters `saved` of modules that come whole."""
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in (saved or {}).items()}
     for module, pair in factors.items():
         for suffix, index in _SUFFIXES.items():
             tensors[f"{_PREFIX}{module}{suffix}"] = pair[index]

@@ -34,25 +34,44 @@ def checksum(tensor: Tensor) -> str:
 
 def checksum_on_device(tensor: Tensor) -> Tensor:
     """The checksum as an int64 scalar on the tensor's device, so that many can be fetched at once."""
+    return _sum_of(tensor, word_bytes(tensor.nbytes), 0)
+
+
+def word_bytes(num_bytes: int) -> int:
+    """Bytes of a word in a tensor of so many."""
+    return next(size for size in _WORDS if num_bytes % size == 0)
+
+
+def part_on_device(part: Tensor, *, whole_bytes: int, first_byte: int) -> Tensor:
+    """What a contiguous part of a tensor adds to the checksum of the whole: the parts' values, added up mod 2^64.
+
+    The part is of whole words of the whole, which has `whole_bytes`, and begins at its `first_byte`.
+    """
+    size = word_bytes(whole_bytes)
+    assert first_byte % size == part.nbytes % size == 0
+    return _sum_of(part, size, first_byte // size)
+
+
+def _sum_of(tensor: Tensor, size: int, first: int) -> Tensor:
+    """The sum over words of `size` bytes of which the first is number `first`."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    size = next(size for size in _WORDS if flat.numel() % size == 0)
     if flat.storage_offset() % size:  # behind a tensor of odd size in one buffer
         flat = flat.clone()
     words = flat.view(_WORDS[size])
-    return _on_cpu(words) if words.device.type == "cpu" else _on_gpu(words)
+    return _on_cpu(words, first) if words.device.type == "cpu" else _on_gpu(words, first)
 
 
-def _on_gpu(words: Tensor) -> Tensor:
+def _on_gpu(words: Tensor, first: int = 0) -> Tensor:
     odd = torch.arange(min(_GPU_CHUNK, len(words)), dtype=torch.int64, device=words.device).mul_(2).add_(1)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), _GPU_CHUNK):
         chunk = words[start : start + _GPU_CHUNK].to(torch.int64).add_(OFFSET)
-        total += chunk.sum() * (2 * start)
+        total += chunk.sum() * (2 * (first + start))
         total += chunk.mul_(odd[: len(chunk)]).sum()
     return total
 
 
-def _on_cpu(words: Tensor) -> Tensor:
+def _on_cpu(words: Tensor, first: int = 0) -> Tensor:
     """With numpy, in one thread: torch starts all its threads for every chunk, which on busy cores takes seconds."""
     values = words.numpy()
     odd = np.arange(1, 2 * _CPU_CHUNK, 2, dtype=np.int64)
@@ -61,7 +80,7 @@ def _on_cpu(words: Tensor) -> Tensor:
     for start in range(0, len(values), _CPU_CHUNK):
         chunk = buffer[: min(_CPU_CHUNK, len(values) - start)]
         np.add(values[start : start + _CPU_CHUNK], np.int64(OFFSET), out=chunk, dtype=np.int64)
-        total += int(chunk.sum()) * 2 * start
+        total += int(chunk.sum()) * 2 * (first + start)
         total += int(np.multiply(chunk, odd[: len(chunk)], out=chunk).sum())
     return torch.tensor(np.uint64(total % 2**64).astype(np.int64))
 

@@ -89,15 +89,18 @@ def publish_adapter(
     step: int,
     weights_dir: Path,
     base_model: str,
+    saved: Mapping[str, Tensor] | None = None,
     durable: bool = True,
 ) -> Path:
     """Publish an adapter of `base_model`, the model that the server was started with, as PEFT's files.
+
+    `saved`: the parameters of `config.modules_to_save`, by name. No server takes an adapter that has any.
 
     Raises: ArtifactError as `publish_weights`.
     """
     final = step_dir(weights_dir, step)
     with draft_dir(final, durable=durable) as draft:
-        tensors = lora.adapter_tensors(factors)
+        tensors = lora.adapter_tensors(factors, saved)
         _note_files(draft, {lora.WEIGHTS_FILE: write_file(draft.directory / lora.WEIGHTS_FILE, tensors)})
         lora.write_config(config, draft.directory, base_model=base_model)
         draft.weights = published("adapter", entries(tensors))

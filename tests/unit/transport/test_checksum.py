@@ -99,3 +99,15 @@ def test_the_combined_digest_is_of_names_types_shapes_and_values_but_not_of_thei
         {"one": one, "two": two + 1},
     ]
     assert digest not in [combined(entries(other)) for other in others]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_parts_add_up_to_the_checksum_of_the_whole(dtype):
+    whole = torch.randint(0, 200, (11, 4), generator=torch.Generator().manual_seed(1)).to(dtype)
+    row_bytes = 4 * whole.element_size()
+    parts = [whole[start : start + 3] for start in range(0, 12, 3)]
+    found = [
+        int(module.part_on_device(part, whole_bytes=whole.nbytes, first_byte=3 * number * row_bytes))
+        for number, part in enumerate(parts)
+    ]
+    assert f"{sum(found) % 2**64:016x}" == checksum(whole)
