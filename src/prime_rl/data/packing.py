@@ -1,34 +1,19 @@
-"""Packing: samples of any length into rows of at most `seq_len` tokens. Pure; nothing is cut or dropped."""
+"""Samples of any length into rows of at most `seq_len` tokens, and a batch dealt to the ranks that train on it.
+
+Pure and deterministic; nothing is cut or dropped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prime_rl.data.balance import CostModel, balanced, first_fit
 from prime_rl.data.samples import NOT_SAMPLED, STREAMS, MicroBatch, TrainingBatch, TrainingSample
 from prime_rl.errors import DataError
-
-
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` by bin: each goes, in the given order, into the first bin with room for it.
-
-    Example: first_fit([3, 4, 1], capacity=4) == [[0, 2], [1]]
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index, length in enumerate(lengths):
-        if length > capacity:
-            raise DataError(f"item {index} has {length} tokens, more than a row of {capacity}")
-        target = next((number for number, free in enumerate(room) if free >= length), None)
-        if target is None:
-            bins.append([index])
-            room.append(capacity - length)
-        else:
-            bins[target].append(index)
-            room[target] -= length
-    return bins
 
 
 def pack(samples: Sequence[TrainingSample], seq_len: int) -> list[MicroBatch]:
@@ -64,6 +49,70 @@ def build_batch(samples: Sequence[TrainingSample], *, step: int, seq_len: int) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """A batch as its ranks train on it.
+
+    Example, 2 ranks: rows [[a, d], [b, c]] -> rank 0 computes a while rank 1 computes b, then d beside c.
+    """
+
+    rows: list[list[MicroBatch]]
+    """By rank, as many for each. Those at one index are computed at the same time and cost about the same."""
+    metrics: dict[str, float]
+    """`balance/fill`: share of the capacity of all rows that holds tokens. `balance/idle`: share of the ranks' time
+    spent waiting for the slowest, by the cost model. `balance/dummies`: rows without a token of the batch."""
+
+
+def deal(batch: TrainingBatch, num_ranks: int, capacity: int, cost: CostModel) -> Dealt:
+    """Every document of the batch to one rank, in rows of at most `capacity` tokens.
+
+    A single rank takes the rows of the batch as they are. For several, documents are packed anew into the fewest rows
+    that every rank has as many of, so that the slowest row of each micro-step is as fast as can be found. The same
+    arguments give the same rows on every rank: nobody needs to send them.
+
+    Raises: DataError for a document longer than `capacity`.
+    """
+    if num_ranks == 1:
+        fill = batch.num_tokens / (len(batch.micro_batches) * capacity)
+        metrics = {"balance/fill": fill, "balance/idle": 0.0, "balance/dummies": 0.0}
+        return Dealt(rows=[list(batch.micro_batches)], metrics=metrics)
+    documents = _join(batch.micro_batches)
+    lengths = documents.seq_lens.astype(np.int64)
+    if lengths.max() > capacity:
+        raise DataError(
+            f"batch {batch.step} holds a sequence of {lengths.max()} tokens, more than a row of {capacity}; "
+            "raise the trainer's model.seq_len"
+        )
+    bins, loads = balanced(lengths, cost.relative(lengths), num_ranks, capacity)
+    rows = [_take(documents, members) if members else MicroBatch.dummy() for members in bins]
+    micro_steps = [rows[start : start + num_ranks] for start in range(0, len(rows), num_ranks)]
+    # In every other micro-step the order is turned around, so that no rank has the longest row of all.
+    micro_steps = [row if index % 2 == 0 else row[::-1] for index, row in enumerate(micro_steps)]
+    slowest = sum(loads[::num_ranks])
+    metrics = {
+        "balance/fill": batch.num_tokens / (len(rows) * capacity),
+        "balance/idle": 1 - sum(loads) / (num_ranks * slowest),
+        "balance/dummies": float(sum(not members for members in bins)),
+    }
+    return Dealt(rows=[list(column) for column in zip(*micro_steps, strict=True)], metrics=metrics)
+
+
+def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
+    """Rows put end to end."""
+    names = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "temperatures", "seq_lens")
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
+    return MicroBatch(**arrays, **_streams(rows))
+
+
+def _take(row: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
+    """Some sequences of a row, put end to end."""
+    ends = np.cumsum(row.seq_lens)
+    tokens = np.concatenate([np.arange(ends[index] - row.seq_lens[index], ends[index]) for index in sequences])
+    arrays = {name: getattr(row, name) for name in row.__struct_fields__ if name != "seq_lens"}
+    taken: dict[str, Any] = {name: None if array is None else array[tokens] for name, array in arrays.items()}
+    return MicroBatch(**taken, seq_lens=row.seq_lens[np.asarray(sequences)])
+
+
 def _concatenate(samples: Sequence[TrainingSample]) -> MicroBatch:
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int32)
     return MicroBatch(
@@ -77,9 +126,9 @@ def _concatenate(samples: Sequence[TrainingSample]) -> MicroBatch:
     )
 
 
-def _streams(samples: Sequence[TrainingSample | MicroBatch]) -> dict[str, NDArray[np.float32]]:
+def _streams(samples: Sequence[TrainingSample | MicroBatch]) -> dict[str, Any]:
     """The optional arrays of a row; one that no sample has stays None."""
-    streams = {}
+    streams: dict[str, Any] = {}
     for stream in STREAMS:
         if any(getattr(sample, f"{stream}_weights") is not None for sample in samples):
             streams[f"{stream}_weights"] = np.concatenate([sample.stream_weights(stream) for sample in samples])

@@ -44,6 +44,17 @@ def test_a_batch_read_back_equals_the_batch_written(tmp_path):
     assert read.micro_batches[0].input_ids.flags.writeable
 
 
+def test_streams_that_are_there_travel_and_those_that_are_not_stay_out():
+    written = batch()
+    row = written.micro_batches[0]
+    ones = row.loss_mask.astype(np.float32)
+    taught = msgspec.structs.replace(row, ref_kl_weights=ones, ref_logprobs=-ones, rl_weights=0 * ones)
+    read = decode(encode(msgspec.structs.replace(written, micro_batches=[taught, *written.micro_batches[1:]])))
+    assert read.micro_batches[0] == taught
+    assert read.micro_batches[0].ce_weights is None
+    assert read.stream_tokens["ref_kl"] == row.num_loss_tokens
+
+
 def test_arrays_travel_little_endian_whatever_their_memory_layout():
     written = batch()
     plain = encode(written)
