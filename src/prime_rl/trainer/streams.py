@@ -5,7 +5,7 @@ loss.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -63,13 +63,14 @@ class DeviceBatch:
 
     @classmethod
     def from_numpy(cls, batch: MicroBatch, device: torch.device) -> "DeviceBatch":
+        """Upload a micro-batch. To a GPU this waits for nothing: the host prepares rows while it computes others."""
         in_loss_N = np.flatnonzero(batch.loss_mask)
 
         def ints(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device)
+            return _uploaded(array.astype(np.int64), device)
 
         def floats(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array[in_loss_N]).to(device)
+            return _uploaded(array[in_loss_N], device)
 
         return cls(
             input_ids_T=ints(batch.input_ids),
@@ -86,6 +87,29 @@ class DeviceBatch:
             ref_kl_weights_N=floats(batch.stream_weights("ref_kl")),
             sequence_N=ints(batch.sequences[in_loss_N]),
         )
+
+    def streams(self, logprobs_N: Tensor, entropies_N: Tensor) -> "TokenStreams":
+        """What the loss sees, once the model has scored the tokens."""
+        return TokenStreams(
+            logprobs_N=logprobs_N,
+            entropies_N=entropies_N,
+            inference_logprobs_N=self.inference_logprobs_N,
+            advantages_N=self.advantages_N,
+            ref_logprobs_N=self.ref_logprobs_N,
+            rl_weights_N=self.rl_weights_N,
+            ce_weights_N=self.ce_weights_N,
+            ref_kl_weights_N=self.ref_kl_weights_N,
+            sequence_N=self.sequence_N,
+            num_sequences=len(self.seq_lens),
+        )
+
+
+def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device)
+    # Only from pinned memory does a copy run by itself. torch keeps the memory until the copy is done.
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +147,8 @@ class LossOutput:
 
     sums: Mapping[Stream, Tensor]
     metrics_N: Mapping[str, Tensor]
+    counted_N: Mapping[str, Tensor] = field(default_factory=dict)
+    """bool: the tokens that a metric is about; a metric without an entry is about all."""
 
 
 LossFunction = Callable[[TokenStreams], LossOutput]

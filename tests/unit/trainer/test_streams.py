@@ -14,6 +14,9 @@ def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
         inference_logprobs=np.array([0, 0, -1, -2, 0, -3], np.float32),
         temperatures=np.array([1, 1, 0.5, 0.5, 2, 2], np.float32),
         seq_lens=np.array([4, 2], np.int32),
+        ref_logprobs=np.array([0, 0, -4, 0, 0, -5], np.float32),
+        rl_weights=np.array([0, 0, 0.5, 1, 0, 0], np.float32),
+        ref_kl_weights=np.array([0, 0, 2, 0, 0, 1], np.float32),
     )
     batch = DeviceBatch.from_numpy(row, torch.device("cpu"))
     assert batch.input_ids_T.tolist() == [5, 9, 7, 2, 8, 6]
@@ -24,8 +27,25 @@ def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
     assert batch.temperatures_N.tolist() == [0.5, 0.5, 2]
     assert batch.advantages_N.tolist() == [1, 2, 3]
     assert batch.inference_logprobs_N.tolist() == [-1, -2, -3]
-    assert batch.targets_N.dtype == torch.int64
+    assert batch.ref_logprobs_N.tolist() == [-4, 0, -5]
+    assert batch.rl_weights_N.tolist() == [0.5, 1, 0]
+    assert batch.ce_weights_N.tolist() == [0, 0, 0]
+    assert batch.ref_kl_weights_N.tolist() == [2, 0, 1]
+    assert batch.sequence_N.tolist() == [0, 0, 1]
+    assert batch.targets_N.dtype == batch.sequence_N.dtype == torch.int64
     assert batch.advantages_N.dtype == torch.float32
+
+
+def test_a_loss_sees_the_scores_beside_what_the_batch_says():
+    batch = DeviceBatch.from_numpy(MicroBatch.dummy(), torch.device("cpu"))
+    logprobs_N, entropies_N = torch.zeros(0), torch.ones(0)
+    streams = batch.streams(logprobs_N, entropies_N)
+    assert streams.logprobs_N is logprobs_N
+    assert streams.entropies_N is entropies_N
+    assert streams.ref_logprobs_N is None
+    assert streams.num_sequences == 1
+    for name in ("advantages_N", "inference_logprobs_N", "rl_weights_N", "ce_weights_N", "sequence_N"):
+        assert getattr(streams, name) is getattr(batch, name)
 
 
 def test_batches_pass_unchanged_while_the_first_sequence_of_each_is_logged(model_dir, caplog):
