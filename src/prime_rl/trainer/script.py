@@ -5,6 +5,7 @@ No torch in here: a dry run needs none.
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -84,9 +85,10 @@ def _lost_others(error: Exception) -> str | None:
     is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     if not (is_of_nccl or is_of_gloo):
         return None
+    said = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0].partition(". ")[0]
     return (
         "lost the other ranks: one of them has ended, or did not come within dist_timeout_seconds; look at the logs of "
-        f"the ranks, and at what was printed on other machines ({str(error).splitlines()[0]})"
+        f"the ranks, and at what was printed on other machines ({said})"
     )
 
 

@@ -71,6 +71,73 @@ def test_what_all_ranks_find_wrong_is_told_once_and_without_a_traceback(start, t
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["configs", "logs"]
 
 
+RANKS = """
+import os, signal, sys
+import torch.distributed as dist
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.trainer import script
+
+script.FIRST_RANK_S, script.ECHO_S = 0.5, 2.0
+
+def run(config):
+    dist.init_process_group("gloo")
+    ending = os.environ["ENDING"] if dist.get_rank() == 1 else ""
+    dist.barrier()
+    if ending == "bug":
+        {}["key"]
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "silent":
+        os._exit(0)
+    dist.barrier()
+
+script.main("trainer", TrainerConfig, run)
+"""
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory):
+    """How the second of two ranks ended -> exit code, lines on standard error, and lines of that rank's own log."""
+    directory = tmp_path_factory.mktemp("ranks")
+    (directory / "ranks.py").write_text(RANKS)
+    agent = [sys.executable, "-m", "prime_rl.trainer.agent", "--nproc-per-node", "2"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    processes = {}
+    for ending in ("bug", "killed", "silent"):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ENDING": ending}
+        command = [*agent, *meeting, str(directory / "ranks.py"), "--output-dir", ending]
+        processes[ending] = subprocess.Popen(
+            command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    found = {}
+    for ending, process in processes.items():
+        _, errors = process.communicate(timeout=120)
+        log = RunPaths(directory / ending).rank_log("trainer", 1)
+        found[ending] = process.returncode, errors.splitlines(), log.read_text().splitlines() if log.exists() else []
+    return found
+
+
+def test_the_rank_that_failed_gives_the_reason_and_the_one_that_lost_it_is_silent(endings):
+    code, errors, log = endings["bug"]
+    assert code == 1
+    assert errors.count("KeyError: 'key'") == errors.count("Traceback (most recent call last):") == 1
+    assert errors[-1] == "trainer (rank 1): KeyError: 'key'"
+    assert "KeyError: 'key'" in log
+
+
+def test_a_rank_that_is_killed_is_named_by_who_started_it(endings):
+    code, errors, _ = endings["killed"]
+    assert (code, len(errors)) == (1, 1)
+    assert errors[0].startswith("trainer: rank 1 was killed by SIGKILL")
+
+
+def test_a_rank_that_is_gone_without_a_word_is_missed_by_another(endings):
+    code, errors, _ = endings["silent"]
+    assert (code, len(errors)) == (1, 1)
+    assert errors[0].startswith("trainer: lost the other ranks: one of them has ended")
+    assert errors[0].count("[") <= 1, "gloo's place in its source is left out"
+
+
 def test_a_real_start_trains_logs_and_records_under_the_command_s_name(start, tmp_path, model_dir):
     flags = ("--model.name", str(model_dir), "--data.type", "fake", "--data.batch-size", "2", "--max-steps", "2")
     done = start(SFT, *flags, "--device", "cpu", "--log.json-logging")
