@@ -50,7 +50,6 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("TrainerModelConfig.compile", "TrainerModelConfig.ac", "TrainerModelConfig.ac_offloading"),
             *("TrainerModelConfig.fsdp_cpu_offload", "TrainerModelConfig.optim_cpu_offload"),
             *("TrainerModelConfig.fused_lm_head_chunk_size", "DebugModelConfig.num_layers"),
             *("DebugModelConfig.random_init", "_BaseTrainerConfig.memory_profiler_path"),
@@ -58,7 +57,6 @@ PENDING: dict[str, Pending] = {
         ],
         Pending(SPEED),
     ),
-    "TrainerModelConfig.attn": Pending(SPEED, neutral=("sdpa",)),
     "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
     "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),

@@ -36,18 +36,23 @@ class ActivationCheckpointConfig(BaseConfig):
     mode: Literal["full", "selective"] = "full"
     """full: whole layers. selective: only `targets` inside them."""
 
-    targets: tuple[str, ...] = ("norm",)
-    """What is recomputed in a layer with `mode = "selective"`."""
+    targets: tuple[Literal["norm", "attn_proj", "mlp"], ...] = ("norm",)
+    """What is recomputed in a layer with `mode = "selective"`. attn_proj: from a layer's first norm to the rotated
+    queries and keys."""
+
+    keep_attention: bool = True
+    """Whether `mode = "full"` keeps what goes into attention and comes out of it, so that attention, most of the work
+    of long sequences, is not computed twice. false: least memory."""
 
 
 class ActivationOffloadingConfig(BaseConfig):
-    """Keeps activations in the host's memory between forward and backward."""
+    """Keeps what `ac` does not recompute in the host's memory between forward and backward; turns `ac` on."""
 
     pin_memory: bool = True
     """Whether that memory is pinned, which makes copies faster."""
 
     max_inflight_activations: int = Field(default=5, ge=1)
-    """Most copies under way."""
+    """Most copies under way; each holds GPU memory."""
 
 
 class CompileConfig(BaseConfig):
@@ -97,8 +102,10 @@ class TrainerModelConfig(ModelConfig):
     impl: Literal["auto", "custom", "hf"] = "auto"
     """Model code. custom: ours. hf: the `transformers` library's. auto: ours where it knows the architecture."""
 
-    attn: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "fa4"] = "auto"
-    """Attention kernel. auto: the fastest that is there."""
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "fa4"] = "auto"
+    """Attention kernel. auto: FlashAttention of the GPU's generation where it is installed, else torch's: cuDNN's for
+    long sequences, its ragged one for short ones. sdpa: torch's, sequences of like length padded. varlen: torch's
+    ragged one. CPU: always sdpa."""
 
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of forward and backward. Master weights and optimizer state stay float32."""

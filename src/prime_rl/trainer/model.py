@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from prime_rl.config.trainer import TrainerModelConfig
 from prime_rl.models.hf import empty_decoder, load_config, load_stored, stored_tensors
 from prime_rl.models.language_model import LanguageModel
+from prime_rl.trainer import memory
 from prime_rl.trainer.parallel import DTYPES, ShardedModel, shard
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.ranks import Ranks
@@ -56,6 +57,7 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # no master: frozen weights never need one
+    memory.apply(model, config, ranks.device)
     is_sharded = ranks.size > 1 or config.fsdp_cpu_offload
     if is_sharded:
         shard(scorer, config, ranks)

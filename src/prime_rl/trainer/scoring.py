@@ -25,7 +25,8 @@ class Scorer(nn.Module):
     def forward(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
         """Logprobs of the tokens in the loss, and entropies of what they were drawn from, in nats: float32 [N]."""
         device = batch.input_ids_T.device
-        hidden_TH = self.model(batch.input_ids_T, batch.positions_T, PackedAttention(batch.seq_lens, device))
+        attention = PackedAttention(batch.seq_lens, device, self.model.kernel)
+        hidden_TH = self.model(batch.input_ids_T, batch.positions_T, attention)
         return token_logprobs(
             lambda hidden_NH: F.linear(hidden_NH, self.model.head_weight),
             hidden_TH[batch.predictors_N],

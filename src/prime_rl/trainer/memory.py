@@ -1,0 +1,128 @@
+"""What makes forward and backward faster or smaller and changes no number: compilation, recomputation, offload.
+
+    block.forward   [offload [recompute [ before -> attention -> after ]]]
+                                          ^ each compiled, alone        ^
+
+Methods of the blocks are replaced one by one: there is no wrapper module, so parameters keep their names, and what
+hooks a block's call (FSDP) stays outside of all of it.
+"""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.config.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, TrainerModelConfig
+from prime_rl.errors import ConfigError
+from prime_rl.logs import get_logger
+from prime_rl.models.decoder import DecoderLayer, RMSNorm
+from prime_rl.models.language_model import LanguageModel
+from prime_rl.models.packed_kernels import choose_kernel
+from prime_rl.trainer.offload import ActivationOffload
+
+_logger = get_logger(__name__)
+
+_COMPILERS: Final = ("g++", "clang++", "c++", "gcc", "clang", "cc")
+
+
+def apply(model: LanguageModel, config: TrainerModelConfig, device: torch.device) -> None:
+    """Set up `model` as configured for `device`, where its weights need not be yet. Call it once.
+
+    The blocks' methods are bound to these blocks: a copy of the model would compute with the original's weights.
+    Raises: ConfigError for what this model, machine or device cannot do.
+    """
+    model.kernel = choose_kernel(config.attn, device, getattr(torch, config.optimization_dtype))
+    if config.compile is not None:
+        _require_compiler(device)
+        for block in model.blocks:
+            _compile(block, fullgraph=config.compile.fullgraph)
+    if config.ac is None and config.ac_offloading is None:
+        return
+    ac = config.ac or ActivationCheckpointConfig()
+    offload = _offload(config.ac_offloading, device)
+    for block in model.blocks[:: ac.freq]:
+        is_random = config.lora is not None and config.lora.dropout > 0
+        is_random = is_random or any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
+        _recompute(block, ac, is_random=is_random)
+        if offload is not None:
+            _replace(block, "forward", offload.wrap)
+
+
+def _replace(module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
+    setattr(module, name, change(getattr(module, name)))
+
+
+def _compile(block: nn.Module, *, fullgraph: bool) -> None:
+    """Compile what is around attention. Blocks of one class share their code: it is compiled for the first of them."""
+    if isinstance(block, DecoderLayer):
+        for name in ("before", "after"):
+            _replace(block, name, functools.partial(torch.compile, fullgraph=fullgraph))
+        return
+    if fullgraph:
+        raise ConfigError(
+            "model.compile.fullgraph is true, but attention is not compiled, and it is called in the middle of a layer "
+            "of `transformers`; drop fullgraph, or use an architecture that impl custom knows"
+        )
+    _replace(block, "forward", torch.compile)
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Raises: ConfigError, before the first step does, where torch.compile has nothing to compile with."""
+    names = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
+    if not any(shutil.which(name) for name in (*names, *_COMPILERS)):
+        language = "C" if device.type == "cuda" else "C++"
+        raise ConfigError(
+            f"model.compile needs a {language} compiler on this machine, and there is none; install g++ or set CXX, or "
+            "drop [model.compile]"
+        )
+
+
+def _recompute(block: nn.Module, config: ActivationCheckpointConfig, *, is_random: bool) -> None:
+    """Let `block` compute again in the backward pass what `config` says. `is_random`: with the same random numbers."""
+    change = functools.partial(_recomputed, is_random=is_random)
+    if config.mode == "full" and not (config.keep_attention and isinstance(block, DecoderLayer)):
+        _replace(block, "forward", change)
+    elif not isinstance(block, DecoderLayer):
+        raise ConfigError(
+            "model.ac.mode selective knows the parts of our own model code only, and this model is computed by "
+            "`transformers` (impl hf); set mode to full"
+        )
+    elif config.mode == "full":
+        _replace(block, "before", change)
+        _replace(block, "after", change)
+    else:
+        _recompute_targets(block, set(config.targets), change)
+
+
+def _recompute_targets(block: DecoderLayer, targets: set[str], change: Callable[[Any], Any]) -> None:
+    if "norm" in targets:
+        for part in block.modules():
+            if isinstance(part, RMSNorm):
+                _replace(part, "forward", change)
+    if "mlp" in targets:
+        _replace(block.mlp, "forward", change)
+    if "attn_proj" in targets:
+        _replace(block, "before", change)
+
+
+def _recomputed(function: Callable[..., Any], *, is_random: bool) -> Callable[..., Any]:
+    """`function`, of which only the arguments are kept for the backward pass."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
+
+    return recomputed
+
+
+def _offload(config: ActivationOffloadingConfig | None, device: torch.device) -> ActivationOffload | None:
+    if config is None:
+        return None
+    if device.type != "cuda":
+        _logger.warning("model.ac_offloading has no effect here: on a %s activations are in its memory", device.type)
+        return None
+    return ActivationOffload(device, pin_memory=config.pin_memory, max_inflight=config.max_inflight_activations)
