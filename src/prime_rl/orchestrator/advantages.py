@@ -10,5 +10,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
     Example: group_advantages([1.0, 0.0, 0.5]) == [0.5, -0.5, 0.0]
     """
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)  # exactly: the mean of three times 0.1 is not 0.1
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
