@@ -1,7 +1,6 @@
 """One forward from token ids to what a loss is computed from."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.language_model import LanguageModel
@@ -18,9 +17,11 @@ class Scorer(nn.Module):
     Shape suffix: N tokens in the loss.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, *, chunk_tokens: int | None = None) -> None:
+        """`chunk_tokens`: tokens of which logits exist at the same time, see `head.token_logprobs`."""
         super().__init__()
         self.model = model
+        self.chunk_tokens = chunk_tokens
 
     def forward(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
         """Logprobs of the tokens in the loss, and entropies of what they were drawn from, in nats: float32 [N]."""
@@ -28,9 +29,10 @@ class Scorer(nn.Module):
         attention = PackedAttention(batch.seq_lens, device, self.model.kernel)
         hidden_TH = self.model(batch.input_ids_T, batch.positions_T, attention)
         return token_logprobs(
-            lambda hidden_NH: F.linear(hidden_NH, self.model.head_weight),
-            hidden_TH[batch.predictors_N],
+            hidden_TH.index_select(0, batch.predictors_N),
+            self.model.head_weight,
             batch.targets_N,
             batch.temperatures_N,
-            vocab_size=self.model.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            logit_softcap=self.model.logit_softcap,
         )
