@@ -13,6 +13,7 @@ from prime_rl.config.trainer import TrainerModelConfig
 from prime_rl.models.hf import empty_decoder, load_config, load_stored, stored_tensors
 from prime_rl.models.language_model import LanguageModel
 from prime_rl.trainer import memory
+from prime_rl.trainer.head import resolved_chunk_tokens
 from prime_rl.trainer.parallel import DTYPES, ShardedModel, shard
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.ranks import Ranks
@@ -52,8 +53,11 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
     Raises: ModelError for a directory that does not fit, ConfigError for ranks that do not.
     """
     model = empty_decoder(load_config(directory), device="meta", dtype=torch.float32)
-    scorer = Scorer(model)
     dtype = DTYPES[config.optimization_dtype]
+    chunk_tokens = resolved_chunk_tokens(
+        config.fused_lm_head_chunk_size, vocab_size=model.vocab_size, dtype=dtype, device=ranks.device
+    )
+    scorer = Scorer(model, chunk_tokens=chunk_tokens)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # no master: frozen weights never need one

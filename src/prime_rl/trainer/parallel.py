@@ -46,7 +46,11 @@ def shard(scorer: Scorer, config: TrainerModelConfig, ranks: Ranks) -> None:
     """
     mesh = build_mesh(ranks, config.dp_replicate)
     dtype = DTYPES[config.optimization_dtype]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[config.reduce_dtype])
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=DTYPES[config.reduce_dtype],
+        cast_forward_inputs=False,  # activations have it from the embedding on; temperatures must not be rounded
+    )
     pin = ranks.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if config.fsdp_cpu_offload else OffloadPolicy()
     blocks = scorer.model.blocks

@@ -2,7 +2,7 @@
 
 collective     over              for
 gradients      NCCL or gloo      parameters and gradients, by the mesh of `trainer.parallel`
-tell / hear    gloo              what rank 0 has decided and all must do: waiting is its business alone
+tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
 sums           gloo              metrics
 """
 
@@ -28,6 +28,8 @@ class Ranks:
     device: torch.device
     control: Any = None
     """The gloo group of all ranks; None for a process alone."""
+    words: Any = None
+    """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
 
     @property
     def is_leader(self) -> bool:
@@ -37,12 +39,12 @@ class Ranks:
     def tell(self, word: str) -> None:
         """Called by rank 0: what all others `hear`."""
         if self.control is not None:
-            dist.broadcast_object_list([word], src=0, group=self.control)
+            dist.broadcast_object_list([word], src=0, group=self.words)
 
     def hear(self) -> str:
         """Called by all others: waits for the word of rank 0."""
         words = [""]
-        dist.broadcast_object_list(words, src=0, group=self.control)
+        dist.broadcast_object_list(words, src=0, group=self.words)
         return words[0]
 
     def gathered(self, value: Any) -> list[Any]:
@@ -65,11 +67,14 @@ ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
 @contextmanager
-def joined(pick_device: Callable[[], torch.device], *, timeout: float, always: bool = False) -> Iterator[Ranks]:
+def joined(
+    pick_device: Callable[[], torch.device], *, timeout: float, patience: float = 0.0, always: bool = False
+) -> Iterator[Ranks]:
     """The ranks that `torchrun` has started, met; left again at the end.
 
-    `timeout`: seconds after which a rank that waits for the others gives up. `always`: have a process group in a
-    process alone too (sharding needs one). Raises: ConfigError where a GPU is missing.
+    `timeout`: seconds after which a rank that waits for the others gives up; `patience`: so many more for the word of
+    rank 0, which may have to wait itself. `always`: have a process group in a process alone too (sharding needs one).
+    Raises: ConfigError where a GPU is missing.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = pick_device()
@@ -77,20 +82,24 @@ def joined(pick_device: Callable[[], torch.device], *, timeout: float, always: b
         yield Ranks(rank=0, size=1, device=device)
         return
     if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {rank} is number {local} on this machine, which has {torch.cuda.device_count()} visible GPUs; "
-                "lower --nproc-per-node, or set device to cpu"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+        device = _own_gpu(rank)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
-    try:
-        control = dist.new_group(backend="gloo", timeout=limit)
-        yield Ranks(rank=rank, size=size, device=device, control=control)
-    finally:
-        dist.destroy_process_group()
+    control = dist.new_group(backend="gloo", timeout=limit)
+    words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
+    yield Ranks(rank=rank, size=size, device=device, control=control, words=words)
+    dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
+
+
+def _own_gpu(rank: int) -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {rank} is number {local} on this machine, which has {torch.cuda.device_count()} visible GPUs; "
+            "lower --nproc-per-node, or set device to cpu"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device

@@ -1,12 +1,13 @@
-"""The training loop, one for RL and SFT.
+"""The training loop, one for RL and SFT, and the same on every rank.
 
-    BatchSource --batch n--> micro-batches: forward, loss, backward -> clip -> AdamW -> Publisher --weights n+1-->
+    BatchSource --batch n--> micro-batches: forward, loss, backward -> clip -> optimizer -> Publisher --weights n+1-->
                                                                                  |
                                                                                  +-> Monitor (metrics of step n)
 
-    consumes     waits for                                   unblocked by
-    batch n      rollouts/step_n complete (SFT: its data)    the orchestrator's BatchWriter
-    weights n    nothing, it holds them                      its own step n - 1
+    consumes            waits for                                   unblocked by
+    batch n (rank 0)    rollouts/step_n complete (SFT: its data)    the orchestrator's BatchWriter
+    batch n (others)    the word of rank 0 that it is there         rank 0; all read it and deal it out alike
+    weights n           nothing, its ranks hold them                its own step n - 1
 
 RL and SFT differ in the batch source, the loss and the publisher that they pass in.
 """
@@ -14,33 +15,45 @@ RL and SFT differ in the batch source, the loss and the publisher that they pass
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from prime_rl.data.samples import TrainingBatch
+from prime_rl.data.balance import CostModel
+from prime_rl.data.packing import deal
+from prime_rl.data.samples import MicroBatch, TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import Monitor
+from prime_rl.trainer.metrics import MetricSums
 from prime_rl.trainer.model import TrainedModel
 from prime_rl.trainer.optim import ScheduledAdamW
 from prime_rl.trainer.perf import PerfMeter
 from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.ranks import ALONE, Ranks
 from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, TokenStreams
+
+_BATCH: Final = "batch"
+_CATCH_UP: Final = "catch up"
+"""What rank 0 tells the others: the next batch is there; weights are published once more."""
 
 _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """How long to run, and what to accept."""
+    """How long to run, with whom, and what to accept."""
 
     max_steps: int | None
     max_row_tokens: int
-    """Longest micro-batch that the trainer accepts."""
+    """Longest micro-batch that the trainer accepts, and makes."""
+    row_cost: CostModel
+    """What documents are dealt to several ranks by."""
     min_step_time_s: float = 0.0
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +61,8 @@ class BatchLoss:
     """What forward and backward over a batch leave besides `.grad`."""
 
     per_micro_batch: list[float]
-    """Already divided by the tokens which each stream has in the whole batch, so they add up to its loss."""
+    """Of all ranks, one after the other; already divided by the tokens which each stream has in the whole batch, so
+    they add up to its loss."""
     metrics: dict[str, float]
 
 
@@ -75,6 +89,7 @@ class Trainer:
         self._monitor = monitor
         self._meter = meter
         self._options = options
+        self._ranks = options.ranks
 
     def run(self) -> None:
         """Train from step 0.
@@ -89,7 +104,7 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
-        batch = self._batches.next(step, self._publisher.idle)
+        batch = self._next_batch(step)
         self._check_fit(batch)
         received = time.perf_counter()
         metrics = self._train(step, batch)
@@ -108,8 +123,27 @@ class Trainer:
             "progress/loss_tokens": batch.num_loss_tokens,
             "progress/sequences": batch.num_sequences,
         }
-        self._monitor.log(metrics, step=step)
+        self._log(step, metrics)
         _logger.info(format_step(step, metrics))
+
+    def _next_batch(self, step: int) -> TrainingBatch:
+        if self._ranks.is_leader:
+            batch = self._batches.next(step, self._idle)
+            self._ranks.tell(_BATCH)
+            return batch
+        while (word := self._ranks.hear()) != _BATCH:
+            assert word == _CATCH_UP, word
+            self._publisher.catch_up()
+        return self._batches.next(step)
+
+    def _idle(self) -> None:
+        if self._publisher.idle():
+            self._ranks.tell(_CATCH_UP)
+            self._publisher.catch_up()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._ranks.is_leader:
+            self._monitor.log(metrics, step=step)
 
     def _check_fit(self, batch: TrainingBatch) -> None:
         vocab_size, longest = self._model.model.vocab_size, self._options.max_row_tokens
@@ -130,34 +164,43 @@ class Trainer:
         if batch.num_loss_tokens == 0:
             _logger.warning("Step %d: no token of the batch is in the loss, so the weights stay as they are", step)
             return {"loss/mean": 0.0, "optim/grad_norm": 0.0}
-        result = accumulate_gradients(self._model, self._loss, batch)
+        dealt = deal(batch, self._ranks.size, self._options.max_row_tokens, self._options.row_cost)
+        own = dealt.rows[self._ranks.rank]
+        result = accumulate_gradients(self._model, self._loss, batch, rows=own, ranks=self._ranks)
         loss, grad_norm = math.fsum(result.per_micro_batch), self._optimizer.clip()
-        metrics = {**result.metrics, "loss/mean": loss, "optim/grad_norm": grad_norm}
+        metrics = {**result.metrics, **dealt.metrics, "loss/mean": loss, "optim/grad_norm": grad_norm}
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._monitor.log(metrics, step=step)
+            self._log(step, metrics)
             raise PrimeRLError(_not_finite(step, result.per_micro_batch, grad_norm))
         return metrics | {"optim/lr": self._optimizer.apply(step)}
 
 
-def accumulate_gradients(model: TrainedModel, loss: LossFunction, batch: TrainingBatch) -> BatchLoss:
+def accumulate_gradients(
+    model: TrainedModel,
+    loss: LossFunction,
+    batch: TrainingBatch,
+    *,
+    rows: Sequence[MicroBatch] | None = None,
+    ranks: Ranks = ALONE,
+) -> BatchLoss:
     """Forward and backward over every micro-batch of the loss, each stream averaged over its tokens of the batch.
 
-    The gradients are added to the master weights' `.grad`. How the batch is split into micro-batches and packed into
-    rows makes no difference.
+    `rows`: this rank's part of the batch, by default all of it; every rank must have as many. The gradients are added
+    to the `.grad` of `model.parameters`. How the batch is split into micro-batches and ranks makes no difference.
     """
     model.refresh()
-    losses: list[Tensor] = []
-    metrics: dict[str, list[Tensor]] = {}
     counts = batch.stream_tokens
-    for row in batch.micro_batches:
+    losses: list[Tensor] = []
+    metrics = MetricSums()
+    for row in batch.micro_batches if rows is None else rows:
         output = loss(_streams(model, DeviceBatch.from_numpy(row, model.device)))
         row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()
         row_loss.backward()
         model.collect()
         losses.append(row_loss.detach())
-        for name, values_N in output.metrics_N.items():
-            metrics.setdefault(name, []).append(values_N)
-    return BatchLoss(per_micro_batch=torch.stack(losses).tolist(), metrics=_summarise(metrics))
+        metrics.add(output)
+    of_ranks = ranks.gathered(torch.stack(losses).tolist())
+    return BatchLoss(per_micro_batch=[loss for of_rank in of_ranks for loss in of_rank], metrics=metrics.summary(ranks))
 
 
 def _streams(model: TrainedModel, batch: DeviceBatch) -> TokenStreams:
@@ -174,16 +217,6 @@ def _streams(model: TrainedModel, batch: DeviceBatch) -> TokenStreams:
         sequence_N=batch.sequence_N,
         num_sequences=len(batch.seq_lens),
     )
-
-
-def _summarise(metrics: Mapping[str, list[Tensor]]) -> dict[str, float]:
-    """Mean and maximum of every per-token metric over the tokens of all micro-batches."""
-    summary: dict[str, float] = {}
-    for name, pieces in metrics.items():
-        values = torch.cat(pieces)
-        summary[f"{name}/mean"] = float(values.mean())
-        summary[f"{name}/max"] = float(values.max())
-    return summary
 
 
 def _not_finite(step: int, losses: list[float], grad_norm: float) -> str:

@@ -15,7 +15,9 @@ from prime_rl.trainer.trainer import accumulate_gradients
 def test_in_float32_the_masters_themselves_are_used(decoder):
     compute = ComputeModel(Scorer(decoder), torch.float32)
     assert compute.model is decoder
-    assert compute.parameters == dict(decoder.named_parameters()) == compute.stored()
+    for name, parameter in decoder.named_parameters():
+        assert compute.parameters[name] is parameter
+        assert compute.stored()[name].data_ptr() == parameter.data_ptr()
     compute.refresh()
     compute.collect()
 

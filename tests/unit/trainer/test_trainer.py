@@ -8,6 +8,7 @@ import torch
 from tests.unit.trainer.conftest import HF_CONFIG
 
 from prime_rl.config.trainer import AdamWConfig, LossConfig
+from prime_rl.data.balance import CostModel
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
@@ -38,8 +39,11 @@ class Publisher:
         self.model = model
         self.published: list[tuple[int, float]] = []
 
-    def idle(self) -> None:
+    def idle(self) -> bool:
         raise AssertionError("no batch was waited for")
+
+    def catch_up(self) -> None:
+        raise AssertionError("nothing is published again")
 
     def publish(self, step: int) -> None:
         self.published.append((step, self.model.model.embed_tokens.weight.sum().item()))
@@ -55,7 +59,9 @@ def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
         publisher=publisher,
         monitor=monitor,
         meter=PerfMeter(cost_of(model, HF_CONFIG), ALONE, "NVIDIA H200"),
-        options=LoopOptions(**{"max_steps": len(batches), "max_row_tokens": 64, **options}),
+        options=LoopOptions(
+            **{"max_steps": len(batches), "max_row_tokens": 64, "row_cost": CostModel(linear=1), **options}
+        ),
     )
     return built, publisher, monitor
 
@@ -79,10 +85,12 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     row = monitor.rows[1][1]
     assert set(row) == {
         *("loss/mean", "entropy/mean", "entropy/max", "mismatch_kl/mean", "mismatch_kl/max"),
-        *("is_masked/mean", "is_masked/max", "optim/grad_norm", "optim/lr"),
+        *("is_masked/mean", "is_masked/max", "importance_ratio/mean", "importance_ratio/max"),
+        *("optim/grad_norm", "optim/lr"),
         *("perf/throughput", "perf/throughput_compute", "perf/peak_memory_gib"),
         *("perf/mfu", "perf/mfu_compute", "perf/mfu_published", "perf/mfu_published_compute"),
         *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
+        *("balance/fill", "balance/idle", "balance/dummies"),
         *("progress/tokens", "progress/loss_tokens", "progress/sequences"),
     }
     assert all(math.isfinite(value) for value in row.values())

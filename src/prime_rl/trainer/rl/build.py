@@ -4,7 +4,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ArtifactError
 from prime_rl.models.hf import load_config, resolve_model
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.build import train
+from prime_rl.trainer.build import Inputs, train
 from prime_rl.trainer.rl.data import FakeBatches, RolloutBatches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.transport.batches import BatchReader
@@ -32,12 +32,12 @@ def train_rl(config: TrainerConfig) -> None:
         vocab_size = load_config(directory).vocab_size
         batches = FakeBatches(fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed)
         longest = max(longest, batches.max_row_tokens)
-    train(
-        config,
+    inputs = Inputs(
         directory=directory,
         tokenizer=directory,
         batches=batches,
-        loss=build_loss(config.loss),
+        loss=build_loss(config.loss, config.ref_kl),
         keep_last=config.max_async_level + _KEEP_BEYOND_ASYNC_LEVEL,
         max_row_tokens=longest,
     )
+    train(config, inputs)

@@ -7,7 +7,7 @@ from prime_rl.config.trainer import SFTConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat, load_tokenizer, render_chat
 from prime_rl.errors import ConfigError
 from prime_rl.models.hf import load_config, resolve_model, resolve_tokenizer
-from prime_rl.trainer.build import train
+from prime_rl.trainer.build import Inputs, train
 from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
 from prime_rl.trainer.sft.loss import sft_loss
 
@@ -23,8 +23,7 @@ def train_sft(config: SFTConfig) -> None:
     tokenizer = resolve_tokenizer(config.tokenizer.name) if config.tokenizer.name else directory
     examples = _examples(config, directory, tokenizer)
     batches = PackedExamples(examples, config.data, micro_batch_tokens=config.model.seq_len)
-    train(
-        config,
+    inputs = Inputs(
         directory=directory,
         tokenizer=tokenizer,
         batches=batches,
@@ -32,6 +31,7 @@ def train_sft(config: SFTConfig) -> None:
         keep_last=None,
         max_row_tokens=max(config.model.seq_len, batches.max_row_tokens),
     )
+    train(config, inputs)
 
 
 def _examples(config: SFTConfig, directory: Path, tokenizer_dir: Path) -> Iterable[RenderedChat]:
