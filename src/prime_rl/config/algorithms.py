@@ -8,31 +8,24 @@ from prime_rl.config.conflict import Conflict
 from prime_rl.config.shared import BaseConfig
 
 
-class LossConfig(BaseConfig):
-    """Importance-weighted policy gradient with masked tokens; formula and sources in `trainer.rl.loss`."""
+class _PolicyLossConfig(BaseConfig):
+    """What the losses of the policy-gradient stream have in common.
 
-    type: Literal["default"] = "default"
-
-    dppo_mask_low: float = Field(default=0.2, ge=0)
-    """Tokens of advantage <= 0 are left out when their probability fell by more than this since they were sampled."""
-
-    dppo_mask_high: float = Field(default=0.2, ge=0)
-    """Tokens of advantage > 0 are left out when their probability rose by more than this since they were sampled."""
+    The ratio of a token is its probability under the weights in training over that under those that sampled it.
+    """
 
     adv_tau: float = Field(default=1.0, ge=0)
-    """Factor of the policy-gradient term."""
+    """Factor of the advantages."""
 
-    kl_tau: float = Field(default=1e-3, ge=0)
+    kl_tau: float = Field(default=0.0, ge=0)
     """Factor of the squared log-ratio, which pulls the policy towards the one that sampled."""
 
     teacher_tau: float = Field(default=0.0, ge=0)
-    """Factor of the teacher's log-ratio in the advantage (on-policy distillation)."""
-
-    ratio_type: Literal["token", "sequence"] = "token"
-    """Whether the importance ratio is a token's own or its whole sequence's."""
+    """Factor of the teacher's log-ratio in the advantage (on-policy distillation). Above 0, batches must carry the
+    teacher's logprobs."""
 
     token_mask_low: float | None = Field(default=None, ge=0)
-    """Tokens with a smaller importance ratio are left out. None: no such bound."""
+    """Tokens with a smaller importance ratio are left out. None: no such bound. IcePop: 0.5, with 5 above."""
 
     token_mask_high: float | None = Field(default=None, ge=0)
     """Tokens with a larger importance ratio are left out. None: no such bound."""
@@ -49,9 +42,6 @@ class LossConfig(BaseConfig):
     sequence_mask_high: float | None = Field(default=None, ge=0)
     """Sequences with any larger token ratio are left out. None: no such bound."""
 
-    sequence_clip_high: float | None = Field(default=None, ge=0)
-    """Upper bound of a sequence's ratio (`ratio_type = "sequence"`). None: no such bound."""
-
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Any:
         for name in ("token_mask", "geo_mask", "sequence_mask"):
@@ -59,6 +49,132 @@ class LossConfig(BaseConfig):
             if low is not None and high is not None and low >= high:
                 raise Conflict(f"{name}_low must be below {name}_high", f"{name}_low", f"{name}_high")
         return self
+
+
+class _WeightedLossConfig(_PolicyLossConfig):
+    """A policy gradient weighted by importance ratios."""
+
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Factor of the squared log-ratio, which pulls the policy towards the one that sampled."""
+
+    ratio_type: Literal["token", "sequence"] = "token"
+    """Whether a token is weighted by its own ratio, or by its whole sequence's: the product of its tokens' ratios."""
+
+    tis_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling: a token of a larger ratio is weighted by this. None: by its ratio."""
+
+    sequence_clip_high: float | None = Field(default=None, ge=0)
+    """Upper bound of a sequence's ratio (`ratio_type = "sequence"`). None: no such bound."""
+
+    @model_validator(mode="after")
+    def _one_cap(self) -> Any:
+        of_sequence = self.ratio_type == "sequence"
+        if of_sequence and self.tis_cap is not None:
+            raise Conflict("tis_cap bounds a token's ratio; use sequence_clip_high", "tis_cap", "ratio_type")
+        if not of_sequence and self.sequence_clip_high is not None:
+            raise Conflict(
+                "sequence_clip_high bounds a sequence's ratio; use tis_cap, or set ratio_type to sequence",
+                "sequence_clip_high",
+                "ratio_type",
+            )
+        return self
+
+
+class LossConfig(_WeightedLossConfig):
+    """Importance-weighted policy gradient in a trust region of probabilities; formula in `trainer.rl.loss_policy`."""
+
+    type: Literal["default"] = "default"
+
+    dppo_mask_low: float = Field(default=0.2, ge=0)
+    """Tokens of advantage <= 0 are left out when their probability fell by more than this since they were sampled."""
+
+    dppo_mask_high: float = Field(default=0.2, ge=0)
+    """Tokens of advantage > 0 are left out when their probability rose by more than this since they were sampled."""
+
+
+class IPOLossConfig(_WeightedLossConfig):
+    """As the default, with a trust region that leaves a token out whichever way its probability moved."""
+
+    type: Literal["ipo"] = "ipo"
+
+    ipo_threshold: float = Field(default=0.1, ge=0)
+    """Tokens whose probability moved by more than this since they were sampled are left out."""
+
+
+class GRPOLossConfig(_PolicyLossConfig):
+    """Policy gradient on the ratio, clipped from above."""
+
+    type: Literal["grpo"] = "grpo"
+
+    clip_ratio: float = Field(default=8.0, gt=0)
+    """Largest ratio. A token beyond it has no gradient."""
+
+
+class _ClippedLossConfig(_PolicyLossConfig):
+    """PPO's clipped surrogate."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """A token of negative advantage has no gradient once its ratio is below 1 minus this."""
+
+    clip_high: float = Field(default=0.2, ge=0)
+    """A token of positive advantage has no gradient once its ratio is above 1 plus this."""
+
+    clip_ratio: float | None = Field(default=4.0, gt=1)
+    """A token of negative advantage has no gradient once its ratio is above this. None: no such bound."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Any:
+        if self.clip_ratio is not None and self.clip_ratio < 1 + self.clip_high:
+            raise Conflict(f"clip_ratio must be {1 + self.clip_high:g} or more: 1 + clip_high", "clip_ratio")
+        return self
+
+
+class PPOClipLossConfig(_ClippedLossConfig):
+    """PPO's clipped surrogate, clipped once more where the advantage is negative (dual clip)."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+
+
+class GSPOLossConfig(_ClippedLossConfig):
+    """PPO's clipped surrogate on the geometric mean of a sequence's ratios."""
+
+    type: Literal["gspo"] = "gspo"
+
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """A sequence of negative advantage has no gradient once its ratio is below 1 minus this."""
+
+    clip_high: float = Field(default=4e-4, ge=0)
+    """A sequence of positive advantage has no gradient once its ratio is above 1 plus this."""
+
+    clip_ratio: float | None = Field(default=None, gt=1)
+    """A sequence of negative advantage has no gradient once its ratio is above this. None: no such bound."""
+
+
+class CISPOLossConfig(_PolicyLossConfig):
+    """Log-likelihood weighted by advantage and clipped ratio: every token keeps its gradient."""
+
+    type: Literal["cispo"] = "cispo"
+
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """The least weight of a token is 1 minus this."""
+
+    clip_high: float = Field(default=4.0, ge=0)
+    """The largest weight of a token is 1 plus this."""
+
+
+class RefKLConfig(BaseConfig):
+    """KL to a reference policy, for the tokens of a batch that carry its logprobs and a weight in this stream."""
+
+    mask_low: float = Field(default=0.2, ge=0)
+    """Tokens that the reference finds less likely are left out when their probability fell by more than this since they
+    were sampled."""
+
+    mask_high: float = Field(default=0.2, ge=0)
+    """Tokens that the reference finds more likely are left out when their probability rose by more than this since they
+    were sampled."""
+
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Factor of the squared log-ratio, which pulls the policy towards the one that sampled."""
 
 
 class _CustomFunctionConfig(BaseConfig):
@@ -72,12 +188,14 @@ class _CustomFunctionConfig(BaseConfig):
 
 
 class CustomLossConfig(_CustomFunctionConfig):
-    """A loss of your own."""
+    """A loss of your own in place of the policy gradient; docs/losses.md says what it is given and what it returns."""
 
     type: Literal["custom"] = "custom"
 
 
-RLLossConfig = Annotated[LossConfig | CustomLossConfig, Field(discriminator="type")]
+PolicyLossConfig = LossConfig | IPOLossConfig | GRPOLossConfig | PPOClipLossConfig | GSPOLossConfig | CISPOLossConfig
+
+RLLossConfig = Annotated[PolicyLossConfig | CustomLossConfig, Field(discriminator="type")]
 
 
 class AdvantageConfig(BaseConfig):

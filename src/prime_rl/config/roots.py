@@ -202,11 +202,7 @@ class RLConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _teacher(self) -> Any:
-        if (
-            self.trainer.loss.type == "default"
-            and self.trainer.loss.teacher_tau
-            and not self.orchestrator.teacher_model
-        ):
+        if self.trainer.loss.type != "custom" and self.trainer.loss.teacher_tau and not self.orchestrator.teacher_model:
             raise Conflict(
                 "trainer.loss.teacher_tau needs a teacher: add [orchestrator.teacher_model]",
                 "trainer.loss.teacher_tau",

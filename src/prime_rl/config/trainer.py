@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.config.algorithms import LossConfig, RLLossConfig
+from prime_rl.config.algorithms import LossConfig, RefKLConfig, RLLossConfig
 from prime_rl.config.artifacts import (
     FilesystemBroadcastConfig,
     FilesystemTransportConfig,
@@ -401,6 +401,7 @@ class TrainerConfig(_BaseTrainerConfig):
 
     data: RLDataConfig = Field(default_factory=RLDataConfig)
     loss: RLLossConfig = Field(default_factory=LossConfig)
+    ref_kl: RefKLConfig = Field(default_factory=RefKLConfig)
     weight_broadcast: WeightBroadcastConfig = Field(default_factory=FilesystemBroadcastConfig)
     rollout_transport: TransportConfig = Field(default_factory=FilesystemTransportConfig)
 

@@ -28,6 +28,21 @@ CASES = [
         ["loss.token_mask_low = 2 (--loss.token-mask-low)", "loss.token_mask_high = 1 (--loss.token-mask-high)"],
     ),
     (
+        "trainer --loss.ratio-type sequence --loss.tis-cap 2",
+        "use sequence_clip_high",
+        ["loss.tis_cap = 2 (--loss.tis-cap)", "loss.ratio_type = sequence (--loss.ratio-type)"],
+    ),
+    (
+        "trainer --loss.type ipo --loss.sequence-clip-high 2",
+        "use tis_cap, or set ratio_type to sequence",
+        ["loss.sequence_clip_high = 2 (--loss.sequence-clip-high)", "loss.ratio_type = token (default)"],
+    ),
+    (
+        "trainer --loss.type ppo_clip --loss.clip-ratio 1.1",
+        "clip_ratio must be 1.2 or more: 1 + clip_high",
+        ["loss.clip_ratio = 1.1 (--loss.clip-ratio)"],
+    ),
+    (
         "orchestrator --buffer.easy-threshold 0.1 --buffer.hard-threshold 0.2",
         "easy_threshold must be above hard_threshold",
         [

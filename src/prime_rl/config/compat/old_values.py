@@ -198,6 +198,11 @@ def advantage(found: Found) -> Writes:
     return [(("advantage", "type"), "default" if name == "drgrpo" else found.value)]
 
 
+def loss_variant(found: Found) -> Writes:
+    """`loss.variant.type`: variants are types of the loss now."""
+    return [(("loss", "type"), {"ratio": "grpo", "clip": "ppo_clip"}.get(found.value, found.value))]
+
+
 def buffer_type(found: Found) -> Writes:
     """The kinds of buffer are one buffer with switches now."""
     if found.value in ("simple", "difficulty-pool"):

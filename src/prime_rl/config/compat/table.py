@@ -113,11 +113,17 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "weight_broadcast.save_format": Gone("weights are safetensors", Kind.SCALAR, only=("safetensors",)),
         "weight_broadcast.save_sharded": Gone("large models are written as several files", only=(True,)),
         "loss.max_norm": To("optim.max_norm"),
-        "loss.type": Repair(lambda value: "default" if value == "grpo" else value),
-        "loss.variant": Refused(
-            "there is one loss with masks: loss.token_mask_low and loss.token_mask_high bound the ratio"
-        ),
-        "loss.clip_ratio": Refused("loss.token_mask_high leaves tokens of a larger ratio out, instead of clipping it"),
+        "loss.variant.type": Rule(old.loss_variant, Kind.SCALAR),
+        "loss.variant.clip_ratio": To("loss.clip_ratio"),
+        "loss.variant.epsilon_low": To("loss.clip_low"),
+        "loss.variant.epsilon_high": To("loss.clip_high"),
+        "loss.variant.highest_entropy_ratio_loss": Gone("every token is trained on", Kind.SCALAR, only=(1, 1.0)),
+        "loss.mask_ratio_low": To("loss.token_mask_low"),
+        "loss.mask_ratio_high": To("loss.token_mask_high"),
+        "loss.sequence_mask_ratio_low": To("loss.sequence_mask_low"),
+        "loss.ratio_length_norm": Refused("loss.type gspo weights by the geometric mean of a sequence's ratios"),
+        "loss.ipo_mask_low": Refused("set loss.type to ipo, with one loss.ipo_threshold for both directions"),
+        "loss.ipo_mask_high": Refused("set loss.type to ipo, with one loss.ipo_threshold for both directions"),
         "loss.norm_type": Gone("the loss is the mean over tokens", Kind.SCALAR, only=("token",)),
     },
     "SFTConfig": {

@@ -1,44 +1,59 @@
-"""The RL loss: a pure function of per-token streams."""
+"""The RL loss: three streams, each a sum over its tokens, which the trainer divides by the stream's tokens.
 
-import torch
+    stream    tokens                         loss                                   in
+    rl        rl_weights != 0, sampled       policy gradient: `loss.type`           trainer.rl.loss_policy
+    ce        ce_weights != 0                negative log-likelihood                trainer.sft.loss
+    ref_kl    ref_kl_weights != 0, sampled   KL to a reference policy               trainer.rl.loss_reference
 
-from prime_rl.config.algorithms import CustomLossConfig, LossConfig
+    total = rl / N_rl + ce / N_ce + ref_kl / N_ref_kl,   N over all micro-batches and ranks of the step
+
+Every function is pure. docs/losses.md is for readers who choose among them.
+"""
+
+from prime_rl.config.algorithms import CustomLossConfig, PolicyLossConfig, RefKLConfig
+from prime_rl.trainer.rl.loss_custom import load_custom_loss
+from prime_rl.trainer.rl.loss_policy import policy_loss
+from prime_rl.trainer.rl.loss_ratios import clamped
+from prime_rl.trainer.rl.loss_reference import reference_loss
+from prime_rl.trainer.sft.loss import sft_loss
 from prime_rl.trainer.streams import LossFunction, LossOutput, TokenStreams
 
 
-def default_loss(streams: TokenStreams, config: LossConfig) -> LossOutput:
-    """Importance-weighted policy gradient with a trust region by masking and a quadratic pull to the sampler.
+def build_loss(config: PolicyLossConfig | CustomLossConfig, ref_kl: RefKLConfig | None = None) -> LossFunction:
+    """The loss that a configuration describes. `ref_kl` None: its defaults.
 
-    With pi the probability of a token under the weights in training, mu under those that sampled it, r = pi
-    / mu, A its advantage and delta = pi - mu:
-
-        keep = not (A > 0 and delta > dppo_mask_high) and not (A <= 0 and delta < -dppo_mask_low)
-        L    = sum over tokens of  -keep * adv_tau * A * r  +  kl_tau * (log r)^2
-
-    A token is dropped from the first term only where its probability has already moved, by an absolute
-    amount, the way its advantage pushes it: the total-variation form of DPPO (arXiv 2602.04879). The second
-    term is the squared log-ratio of Kimi K2.5 (arXiv 2602.02276) and covers dropped tokens too. The trainer
-    divides by the loss tokens of the whole batch.
-
-    Metrics: `entropy`; `mismatch_kl` = r - log r - 1, the non-negative estimate of KL(mu || pi) whose mean
-    is 0 when trainer and engine agree (Schulman, "Approximating KL divergence"); `is_masked`, 1 where a
-    token was dropped.
+    Raises: ConfigError for a custom loss that cannot be loaded. The loss raises DataError for a batch that lacks what
+    it needs, and PrimeRLError where a custom loss fails.
     """
-    log_ratio = streams.logprobs_N - streams.inference_logprobs_N
-    with torch.no_grad():
-        delta = streams.logprobs_N.exp() - streams.inference_logprobs_N.exp()
-        pushed_up = streams.advantages_N > 0
-        dropped = torch.where(pushed_up, delta > config.dppo_mask_high, delta < -config.dppo_mask_low)
-        mismatch_kl = log_ratio.expm1() - log_ratio
-    # A dropped token's ratio may overflow, and 0 * inf is not 0; so it is dropped before the exponential.
-    ratio = log_ratio.masked_fill(dropped, 0.0).exp()
-    policy_gradient = -config.adv_tau * streams.advantages_N * ratio * ~dropped
-    loss = policy_gradient + config.kl_tau * log_ratio.square()
-    metrics = {"entropy": streams.entropies_N, "mismatch_kl": mismatch_kl, "is_masked": dropped.float()}
-    return LossOutput(sums={"rl": (streams.rl_weights_N * loss).sum()}, metrics_N=metrics)
+    if isinstance(config, CustomLossConfig):
+        policy = load_custom_loss(config)
+    else:
+
+        def policy(streams: TokenStreams) -> LossOutput:
+            return policy_loss(streams, config)
+
+    reference_config = ref_kl or RefKLConfig()
+
+    def loss(streams: TokenStreams) -> LossOutput:
+        parts = [policy(streams), sft_loss(streams), _mismatch(streams)]
+        if streams.ref_logprobs_N is not None:
+            parts.append(reference_loss(streams, reference_config))
+        return LossOutput(
+            sums={stream: total for part in parts for stream, total in part.sums.items()},
+            metrics_N={name: values for part in parts for name, values in part.metrics_N.items()},
+            counted_N={name: mask for part in parts for name, mask in part.counted_N.items()},
+        )
+
+    return loss
 
 
-def build_loss(config: LossConfig | CustomLossConfig) -> LossFunction:
-    """The loss that a configuration describes."""
-    assert isinstance(config, LossConfig), "a custom loss is refused at the start (config.pending)"
-    return lambda streams: default_loss(streams, config)
+def _mismatch(streams: TokenStreams) -> LossOutput:
+    """Metric `mismatch_kl` of the tokens that were sampled: r - log r - 1 of the ratio r of their probabilities.
+
+    It is the non-negative estimate of KL(sampler || policy) whose mean is 0 when trainer and engine agree (Schulman,
+    "Approximating KL divergence", 2020, estimator k3).
+    """
+    sampled_N = (streams.rl_weights_N != 0) | (streams.ref_kl_weights_N != 0)
+    log_ratio_N = clamped(streams.logprobs_N.detach() - streams.inference_logprobs_N)
+    values_N = log_ratio_N.expm1() - log_ratio_N
+    return LossOutput(sums={}, metrics_N={"mismatch_kl": values_N}, counted_N={"mismatch_kl": sampled_N})

@@ -37,7 +37,8 @@ FLAGS = {
     "eval --env.num-examples 0": "env.0.num_examples: must be -1 for all examples, or 1 or more, got 0 "
     "(--env.num-examples)",
     # types of sections
-    "trainer --loss.type ipo": "loss.type: must be default or custom, got 'ipo' (--loss.type)",
+    "trainer --loss.type dpo": "loss.type: must be default, ipo, grpo, ppo_clip, gspo, cispo or custom, got 'dpo' "
+    "(--loss.type)",
     "trainer --scheduler.type None": "scheduler.type: must be constant, linear or cosine, got None (--scheduler.type)",
     "rl --weight-broadcast.type x": "weight_broadcast.type: must be filesystem, nccl or auto, got 'x' "
     "(--weight-broadcast.type)",

@@ -21,3 +21,5 @@ def test_the_loss_is_the_weighted_negative_log_likelihood():
     output = sft_loss(streams)
     assert output.sums["ce"].item() == pytest.approx(0.1 + 0.5 * 0.2)
     assert output.metrics_N["entropy"].tolist() == [0.5, 1.5]
+    assert output.metrics_N["nll"].tolist() == pytest.approx([0.1, 0.2])
+    assert output.counted_N["nll"].tolist() == [True, True]

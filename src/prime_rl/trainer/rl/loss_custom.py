@@ -1,0 +1,135 @@
+"""A policy-gradient loss of the user's: found by its import path, called with what docs/losses.md promises."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_rl.config.algorithms import CustomLossConfig
+from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.trainer.streams import LossFunction, LossOutput, TokenStreams
+
+_RETURNS = "a custom loss returns (loss_N, metrics): a tensor [N] and a dict of name -> tensor [N]; see docs/losses.md"
+
+
+def load_custom_loss(config: CustomLossConfig) -> LossFunction:
+    """The user's function as a loss of the `rl` stream.
+
+    It is called with the tokens of that stream alone, and its losses are weighted (`rl_weights`) and summed here.
+    Raises: ConfigError for a path that leads to no function, or a function that does not take the configured kwargs.
+    The loss raises PrimeRLError where the function fails or returns something else than it should.
+    """
+    function = _imported(config.import_path)
+    try:
+        inspect.signature(function).bind(None, **config.kwargs)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(["streams", *config.kwargs])
+        raise ConfigError(f"loss.kwargs: {config.import_path} cannot be called with ({given}): {error}") from error
+
+    def loss(streams: TokenStreams) -> LossOutput:
+        in_stream_N = streams.rl_weights_N != 0
+        index = in_stream_N.nonzero().squeeze(-1)
+        if not len(index):  # a sum of nothing, whose backward still reaches the parameters
+            return LossOutput(sums={"rl": streams.logprobs_N.index_select(0, index).sum()}, metrics_N={})
+        selected = _selected(streams, index)
+        loss_N, metrics_N = _called(function, config, selected)
+        total = (selected.rl_weights_N * loss_N).sum()
+        whole = {name: torch.zeros_like(in_stream_N, dtype=torch.float32) for name in metrics_N}
+        return LossOutput(
+            sums={"rl": total},
+            metrics_N={name: whole[name].index_put((index,), values.float()) for name, values in metrics_N.items()},
+            counted_N=dict.fromkeys(metrics_N, in_stream_N),
+        )
+
+    return loss
+
+
+def _imported(import_path: str) -> Callable[..., Any]:
+    """Raises: ConfigError naming the path and what is not there."""
+    where = f"loss.import_path = {import_path!r}"
+    module_name, _, name = import_path.replace(":", ".").rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ConfigError(f"{where} is no path to a function; write it as package.module.function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module in the directory that the run was started in
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{where}: there is no module {missing!r}, neither installed nor in {os.getcwd()}"
+            ) from error
+        raise ConfigError(f"{where}: module {module_name!r} needs {missing!r}, which is not installed") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: module {module_name!r} cannot be imported: {_reason(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        has = f"it has {', '.join(functions)}" if functions else "it has no functions"
+        raise ConfigError(f"{where}: module {module_name!r} has no function {name!r}; {has}")
+    return function  # type: ignore[no-any-return]
+
+
+def _selected(streams: TokenStreams, index: Tensor) -> TokenStreams:
+    """The tokens at `index` alone."""
+
+    def of(values_N: Tensor) -> Tensor:
+        return values_N.index_select(0, index)
+
+    return TokenStreams(
+        logprobs_N=of(streams.logprobs_N),
+        entropies_N=of(streams.entropies_N),
+        inference_logprobs_N=of(streams.inference_logprobs_N),
+        advantages_N=of(streams.advantages_N),
+        ref_logprobs_N=None if streams.ref_logprobs_N is None else of(streams.ref_logprobs_N),
+        rl_weights_N=of(streams.rl_weights_N),
+        ce_weights_N=of(streams.ce_weights_N),
+        ref_kl_weights_N=of(streams.ref_kl_weights_N),
+        sequence_N=of(streams.sequence_N),
+        num_sequences=streams.num_sequences,
+    )
+
+
+def _called(
+    function: Callable[..., Any], config: CustomLossConfig, streams: TokenStreams
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the function returns, checked. Raises: PrimeRLError naming the function."""
+    try:
+        returned = function(streams, **config.kwargs)
+    except PrimeRLError:
+        raise
+    except Exception as error:
+        raise PrimeRLError(f"the loss {config.import_path} failed: {_reason(error)}") from error
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise PrimeRLError(f"the loss {config.import_path} returned a {type(returned).__name__}; {_RETURNS}")
+    loss_N, metrics_N = returned
+    for name, values in {
+        "loss_N": loss_N,
+        **{f"metric {name!r}": values for name, values in metrics_N.items()},
+    }.items():
+        if not isinstance(values, Tensor) or values.shape != streams.logprobs_N.shape:
+            found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            expected = list(streams.logprobs_N.shape)
+            raise PrimeRLError(
+                f"the loss {config.import_path} returned {found} for {name}, where [N] is {expected}; {_RETURNS}"
+            )
+    if streams.logprobs_N.requires_grad and not loss_N.requires_grad:
+        raise PrimeRLError(
+            f"the loss {config.import_path} returned values without gradients, so nothing would be learned: compute "
+            "them from streams.logprobs_N, without detach() or no_grad() around the whole"
+        )
+    return loss_N, {name: values.detach() for name, values in metrics_N.items()}
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line, with the innermost place of the user's code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
