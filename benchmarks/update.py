@@ -37,7 +37,7 @@ from prime_rl.environments.client import open_clients
 from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator.orchestrator import build_policy
 from prime_rl.paths import RunPaths
-from prime_rl.view.bench import aligned
+from prime_rl.monitors.tables import aligned
 
 SETTLE_S = 3.0
 SAMPLE_S = 0.1
@@ -89,29 +89,29 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
     """
     import torch  # noqa: PLC0415 (the other processes need none)
 
-    from prime_rl.models.hf import load_decoder  # noqa: PLC0415
-    from prime_rl.trainer.publish import BroadcastPublisher, Publisher, WeightPublisher  # noqa: PLC0415
+    from prime_rl.models.hf import hf_tensors, load_decoder  # noqa: PLC0415
+    from prime_rl.trainer.gathering import StoredTensors  # noqa: PLC0415
+    from prime_rl.trainer.publish import (  # noqa: PLC0415
+        BroadcastPublisher,
+        Publisher,
+        Retention,
+        WeightPublisher,
+    )
+    from prime_rl.trainer.ranks import ALONE  # noqa: PLC0415
     from prime_rl.transport.nccl import NcclSender  # noqa: PLC0415
 
     device = torch.device(spec["device"])
     dtype = getattr(torch, spec["dtype"])
     model_dir, paths = Path(spec["model_dir"]), RunPaths(Path(spec["output_dir"]))
     model = load_decoder(str(model_dir), device=device, dtype=torch.float32)
-    files = WeightPublisher(
-        model=model,
-        weights_dir=paths.weights,
-        assets=model_dir,
-        tokenizer=model_dir,
-        dtype=dtype,
-        max_steps=spec["max_steps"],
-        interval=None,
-        keep_last=2,
-    )
+    stored = StoredTensors(lambda: dict(hf_tensors(model)), dtype, ALONE)
+    retention = Retention(root=paths.weights, max_steps=spec["max_steps"], interval=None, keep_last=2)
+    files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=model_dir, tokenizer=model_dir)
     publisher: Publisher = files
     if spec["via"] == "nccl":
         sender = NcclSender(host="127.0.0.1", port=spec["port"], world_size=2, device=device, timeout=START_TIMEOUT_S)
         publisher = BroadcastPublisher(
-            model=model, dtype=dtype, sender=sender, root=paths.broadcasts, timeout=RUN_TIMEOUT_S, files=files
+            stored=stored, sender=sender, root=paths.broadcasts, timeout=RUN_TIMEOUT_S, files=files
         )
     print(READY, flush=True)
     for line in sys.stdin:

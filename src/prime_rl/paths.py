@@ -6,7 +6,8 @@
   logs/<process>/rank_N.log        warnings and errors of the ranks of trainer or sft behind the first
   <process>/metrics.jsonl          one JSON object a step
   rollouts/step_N/                 batch N, and its rollouts in readable form
-  weights/step_N/                  the weights after N optimizer steps, Hugging Face format
+  weights/step_N/                  the weights after N optimizer steps, Hugging Face format; with LoRA, the adapter
+  merged/step_N/                   the model with the adapter of that step in it, where it was asked for
   checkpoints/step_N/              what a run is resumed from
   evals/step_N/<environment>/      results of evaluating weights N
   broadcasts/                      announcements of weights that are sent from GPU to GPU
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from prime_rl.errors import ConfigError
 
-RESULTS = ("rollouts", "weights", "checkpoints", "evals")
+RESULTS = ("rollouts", "weights", "merged", "checkpoints", "evals")
 """What a run cannot do without."""
 
 SAID_DURING_A_RUN = (
@@ -60,6 +61,10 @@ class RunPaths:
     @property
     def weights(self) -> Path:
         return self.output_dir / "weights"
+
+    @property
+    def merged(self) -> Path:
+        return self.output_dir / "merged"
 
     @property
     def broadcasts(self) -> Path:

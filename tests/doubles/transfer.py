@@ -9,7 +9,6 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from prime_rl.errors import InferenceError
 from prime_rl.transport.broadcasts import ready_file
 from prime_rl.transport.checksum import entries
 from prime_rl.transport.manifest import latest_step, read_manifest
-from prime_rl.transport.nccl import Stopped
+from prime_rl.transport.nccl import Stopped, Tensors
 
 
 class TcpSender:
@@ -37,10 +36,10 @@ class TcpSender:
     def check(self) -> None:
         return None
 
-    def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
+    def send(self, tensors: Tensors, stopped: Stopped) -> None:
         assert self._peer is not None
         try:
-            for tensor in tensors.values():
+            for _, tensor in tensors:
                 self._peer.sendall(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             if self._peer.recv(4) != b"done":
                 raise InferenceError("the receiver went away")

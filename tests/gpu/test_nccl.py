@@ -18,8 +18,10 @@ import torch
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
-from prime_rl.models.hf import load_decoder, model_tensors
-from prime_rl.trainer.publish import WeightPublisher
+from prime_rl.models.hf import hf_tensors, load_decoder, model_tensors
+from prime_rl.trainer.gathering import StoredTensors
+from prime_rl.trainer.publish import Retention, WeightPublisher
+from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.broadcasts import fall_back, ready_file
 from prime_rl.transport.checksum import checksum
 from prime_rl.transport.manifest import MARKER, read_manifest
@@ -53,10 +55,9 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
     administration = EmbeddedAdministration(engine, first=lambda: model_tensors(model, 0))
     original = await administration.tensors()
     trainer = load_decoder(str(model), device="cuda")
-    files = WeightPublisher(
-        model=trainer, dtype=torch.bfloat16, weights_dir=tmp_path / "weights", assets=model, tokenizer=model,
-        max_steps=3, interval=None, keep_last=9,
-    )  # fmt: skip
+    stored = StoredTensors(lambda: dict(hf_tensors(trainer)), torch.bfloat16, ALONE)
+    retention = Retention(root=tmp_path / "weights", max_steps=3, interval=None, keep_last=9)
+    files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=model, tokenizer=model)
     for step in (1, 2, 3):
         with torch.no_grad():
             for number, parameter in enumerate(trainer.parameters(), 1):

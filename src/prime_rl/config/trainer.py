@@ -66,7 +66,7 @@ class LoRAConfig(BaseConfig):
     """Low-rank adapters (arXiv 2106.09685) instead of all weights."""
 
     rank: int = Field(default=16, ge=1)
-    """Rank of an adapter."""
+    """Rank of an adapter. vLLM serves ranks up to 512."""
 
     alpha: float = Field(default=32.0, ge=0)
     """An adapter's output is scaled by alpha / rank."""
@@ -77,10 +77,16 @@ class LoRAConfig(BaseConfig):
     target_modules: tuple[str, ...] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"),
     )
-    """Modules that get an adapter: names, or regular expressions."""
+    """Linear layers that get an adapter: the ends of their names, or regular expressions of whole names. Names of the
+    default that a model has not are passed over."""
 
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapters."""
+    """Modules that are trained whole beside the adapters, named likewise. Servers are then given the whole merged model
+    each step, for vLLM takes no adapter that holds such modules."""
+
+    merge: bool = False
+    """Whether weights that stay on disk (the last step's, and every `weights.interval`) are also written merged into the
+    model, as `merged/step_N` in the run directory."""
 
 
 class DebugModelConfig(BaseConfig):
@@ -430,6 +436,16 @@ class TrainerConfig(_BaseTrainerConfig):
 
 class LossMaskConfig(BaseConfig):
     """Whose tokens are trained on."""
+
+    @model_validator(mode="after")
+    def _adapters_are_files(self) -> Any:
+        if self.model.lora is not None and self.weight_broadcast.type == "nccl":
+            raise Conflict(
+                "adapters reach the servers as files, in milliseconds: set weight_broadcast.type to filesystem or auto",
+                "weight_broadcast.type",
+                "model.lora",
+            )
+        return self
 
     system: bool = False
     user: bool = False

@@ -1,21 +1,24 @@
 """Which weights are published after a step, how, and which older ones nobody can need any more."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-import torch
+from torch import Tensor
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.models.hf import MAX_SHARD_BYTES
+from prime_rl.models.lora import AdapterConfig, Factors, merge
 from prime_rl.paths import step_dir
-from prime_rl.trainer.model import TrainedModel
+from prime_rl.trainer.adapters import HEAD
+from prime_rl.trainer.gathering import StoredTensors
 from prime_rl.transport import broadcasts
-from prime_rl.transport.checksum import entries
 from prime_rl.transport.manifest import complete_steps, remove_dir
 from prime_rl.transport.nccl import Sender
-from prime_rl.transport.weights import publish_weights, published
+from prime_rl.transport.weights import publish_adapter, publish_weights, published
 
 _SHARD_BYTES: Final = 2**28  # of what is soon removed again: several are written, and read, at the same time
 
@@ -23,13 +26,51 @@ _logger = get_logger(__name__)
 
 
 class Publisher(Protocol):
-    """Called after every optimizer step with the number of steps done."""
+    """What the trainer calls after every optimizer step, with the number of steps done."""
 
     def publish(self, step: int) -> None:
-        """Make the weights after `step` steps available, if they are wanted."""
+        """Make the weights after `step` steps available, if they are wanted. All ranks at once."""
 
-    def idle(self) -> None:
-        """Called a few times a second while the trainer waits for a batch; the weights are those published last."""
+    def idle(self) -> bool:
+        """Called on rank 0, a few times a second while it waits for a batch: whether all ranks must `catch_up`."""
+
+    def catch_up(self) -> None:
+        """Publish once more what was published last, as it must be now. All ranks at once."""
+
+
+class Leading:
+    """Rank 0 of several: publishes, and lets the others go on when it is done."""
+
+    def __init__(self, publisher: Publisher, stored: StoredTensors) -> None:
+        self._publisher = publisher
+        self._stored = stored
+
+    def publish(self, step: int) -> None:
+        self._publisher.publish(step)
+        self._stored.end()
+
+    def idle(self) -> bool:
+        return self._publisher.idle()
+
+    def catch_up(self) -> None:
+        self._publisher.catch_up()
+        self._stored.end()
+
+
+class Following:
+    """Any other rank: gives its parts of what rank 0 publishes."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+
+    def publish(self, step: int) -> None:
+        self._stored.follow()
+
+    def idle(self) -> bool:
+        raise AssertionError("only rank 0 waits for batches")
+
+    def catch_up(self) -> None:
+        self._stored.follow()
 
 
 def removable(steps: list[int], *, latest: int, keep_last: int, interval: int | None) -> list[int]:
@@ -41,65 +82,146 @@ def removable(steps: list[int], *, latest: int, keep_last: int, interval: int | 
     return [step for step in old if interval is None or step % interval]
 
 
-class WeightPublisher:
-    """Writes `weights/step_N` in Hugging Face format.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which steps are published under `root`, and which stay.
 
     For RL (`keep_last` set) every step is published, because inference waits for it, and older ones are
-    removed. For SFT (`keep_last` None) only multiples of `interval` and the last step are. What stays is forced to
-    disk; what is removed again after a few steps is not.
+    removed. For SFT (`keep_last` None) only multiples of `interval` and the last step are.
     """
+
+    root: Path
+    max_steps: int | None
+    interval: int | None
+    keep_last: int | None
+
+    def stays(self, step: int) -> bool:
+        """Whether the weights of this step are to stay on disk."""
+        return step == self.max_steps or (self.interval is not None and step % self.interval == 0)
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether they are published at all."""
+        return self.keep_last is not None or self.stays(step)
+
+    def remove_old(self, latest: int) -> None:
+        """Remove what nobody can need any more once `latest` is published."""
+        if self.keep_last is None:
+            return
+        steps = complete_steps(self.root)
+        for step in removable(steps, latest=latest, keep_last=self.keep_last, interval=self.interval):
+            remove_dir(step_dir(self.root, step))
+
+
+class WeightPublisher:
+    """Writes `step_N` in Hugging Face format. What stays is forced to disk; what is soon removed again is not."""
 
     def __init__(
         self,
         *,
-        model: TrainedModel,
-        weights_dir: Path,
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        retention: Retention,
         assets: Path,
         tokenizer: Path,
-        dtype: torch.dtype,
-        max_steps: int | None,
-        interval: int | None,
-        keep_last: int | None,
     ) -> None:
-        self._model = model
-        self._weights_dir = weights_dir
+        """`tensors`: all of the model as it is now, whole, one after the other."""
+        self._tensors = tensors
+        self._retention = retention
         self._assets = assets
         self._tokenizer = tokenizer
-        self._dtype = dtype
-        self._max_steps = max_steps
-        self._interval = interval
-        self._keep_last = keep_last
 
     def publish(self, step: int) -> None:
         """Raises: ArtifactError when the weights cannot be written."""
-        stays = self.is_milestone(step)
-        if self._keep_last is None and not stays:
+        if not self._retention.is_wanted(step):
             return
-        tensors = ((name, tensor.to(self._dtype)) for name, tensor in self._model.stored().items())
+        stays = self._retention.stays(step)
         directory = publish_weights(
-            tensors,
+            self._tensors(),
             step=step,
-            weights_dir=self._weights_dir,
+            weights_dir=self._retention.root,
             assets=self._assets,
             tokenizer=self._tokenizer,
             max_shard_bytes=MAX_SHARD_BYTES if stays else _SHARD_BYTES,
             durable=stays,
         )
         _logger.debug("Published %s", directory)
-        if self._keep_last is not None:
-            self._remove_old(step, self._keep_last)
+        self._retention.remove_old(step)
 
-    def idle(self) -> None:
+    def stays(self, step: int) -> bool:
+        """Whether the weights of this step are to stay on disk."""
+        return self._retention.stays(step)
+
+    def idle(self) -> bool:
+        return False
+
+    def catch_up(self) -> None:
         """Nothing is left to do."""
 
-    def is_milestone(self, step: int) -> bool:
-        """Whether the weights of this step are to stay on disk."""
-        return step == self._max_steps or (self._interval is not None and step % self._interval == 0)
 
-    def _remove_old(self, latest: int, keep_last: int) -> None:
-        steps = complete_steps(self._weights_dir)
-        for step in removable(steps, latest=latest, keep_last=keep_last, interval=self._interval):
-            remove_dir(step_dir(self._weights_dir, step))
+class AdapterPublisher:
+    """Writes `step_N` as a PEFT adapter; and, where it stays and `merged` is given, the merged model."""
+
+    def __init__(
+        self,
+        *,
+        stored: StoredTensors,
+        config: AdapterConfig,
+        base_model: str,
+        tied_embedding: str,
+        retention: Retention,
+        merged: WeightPublisher | None,
+    ) -> None:
+        """`tied_embedding`: see `trainer.adapters`."""
+        self._stored = stored
+        self._config = config
+        self._base_model = base_model
+        self._tied_embedding = tied_embedding
+        self._retention = retention
+        self._merged = merged
+
+    def publish(self, step: int) -> None:
+        """Raises: ArtifactError when the adapter cannot be written."""
+        if not self._retention.is_wanted(step):
+            return
+        factors, saved = gather_adapter(self._stored, self._config)
+        if HEAD in self._config.modules_to_save and self._tied_embedding:
+            saved[f"{HEAD}.weight"] = saved[self._tied_embedding]
+        directory = publish_adapter(
+            self._config,
+            factors,
+            step=step,
+            weights_dir=self._retention.root,
+            base_model=self._base_model,
+            saved=saved,
+            durable=self._retention.stays(step),
+        )
+        _logger.debug("Published %s", directory)
+        if self._merged is not None and self._merged.stays(step):
+            self._merged.publish(step)
+        self._retention.remove_old(step)
+
+    def idle(self) -> bool:
+        return False
+
+    def catch_up(self) -> None:
+        """Nothing is left to do."""
+
+
+def gather_adapter(stored: StoredTensors, config: AdapterConfig) -> tuple[Factors, dict[str, Tensor]]:
+    """Rank 0's: all factors by module, and the parameters of modules that are trained whole."""
+    factors = {name for name in stored.names if name.endswith((".lora_A", ".lora_B"))}
+    whole = {name for name in stored.names if name.rpartition(".")[0] in config.modules_to_save} - factors
+    tensors = dict(stored.gathering(factors | whole))
+    modules = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+    pairs = {module: (tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]) for module in modules}
+    return pairs, {name: tensors[name] for name in tensors if name in whole}
+
+
+def merged_tensors(stored: StoredTensors, config: AdapterConfig) -> Iterator[tuple[str, Tensor]]:
+    """Rank 0's: the model with its adapters merged, W + scale B A, computed in float32."""
+    factors, _ = gather_adapter(stored, config)
+    base = stored.gathering({name for name in stored.names if not name.endswith((".lora_A", ".lora_B"))})
+    for name, tensor in merge(base, config, factors):
+        yield name, tensor.to(stored.dtype)
 
 
 class BroadcastPublisher:
@@ -114,18 +236,10 @@ class BroadcastPublisher:
     """
 
     def __init__(
-        self,
-        *,
-        model: TrainedModel,
-        dtype: torch.dtype,
-        sender: Sender,
-        root: Path,
-        timeout: float,
-        files: WeightPublisher,
+        self, *, stored: StoredTensors, sender: Sender, root: Path, timeout: float, files: WeightPublisher
     ) -> None:
         """`root`: `broadcasts` of the run. `timeout`: seconds to wait for the orchestrator."""
-        self._model = model
-        self._dtype = dtype
+        self._stored = stored
         self._sender = sender
         self._root = root
         self._timeout = timeout
@@ -136,18 +250,22 @@ class BroadcastPublisher:
 
     def publish(self, step: int) -> None:
         """Raises: DeadlineExceeded when the orchestrator does not react, ArtifactError when the disk refuses."""
-        is_sent = not self._files.is_milestone(step) and self._is_connected() and self._is_sent(step)
+        is_sent = not self._files.stays(step) and self._is_connected() and self._is_sent(step)
         self._sent = step if is_sent else None
         if not is_sent:
             self._leave_if_given_up(step)
             self._files.publish(step)
 
-    def idle(self) -> None:
+    def idle(self) -> bool:
         """Raises: ArtifactError when the disk refuses."""
         if not self._is_over():
             self._trying(self._sender.check)
-        if self._sent is not None and broadcasts.fallback_reason(self._root) is not None:
-            step, self._sent = self._sent, None
+        return self._sent is not None and broadcasts.fallback_reason(self._root) is not None
+
+    def catch_up(self) -> None:
+        """Write what was only sent. Raises: ArtifactError when the disk refuses."""
+        step, self._sent = self._sent, None
+        if step is not None:
             self._leave_if_given_up(step)
             self._files.publish(step)
 
@@ -155,10 +273,11 @@ class BroadcastPublisher:
         return not self._is_over() and self._trying(lambda: self._sender.open(self._is_over))
 
     def _is_sent(self, step: int) -> bool:
-        tensors = {name: tensor.to(self._dtype) for name, tensor in self._model.stored().items()}
-        broadcasts.announce(self._root, step, published("nccl", entries(tensors)))
-        is_ready = broadcasts.wait_until_ready(self._root, step, timeout=self._timeout)
-        return self._trying(lambda: self._sender.send(tensors, self._is_over)) if is_ready else False
+        broadcasts.announce(self._root, step, published("nccl", self._stored.checksums()))
+        if not broadcasts.wait_until_ready(self._root, step, timeout=self._timeout):
+            return False
+        with closing(self._stored.gathering()) as tensors:  # a send that was given up may still ask for more
+            return self._trying(lambda: self._sender.send(tensors, self._is_over))
 
     def _trying(self, call: Callable[[], None]) -> bool:
         """Whether the call succeeded and NCCL is still in use."""

@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import torch
@@ -27,6 +27,7 @@ NUM_BUFFERS: Final = 2
 _POLL_S: Final = 0.05
 
 Stopped = Callable[[], bool]
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Sender(Protocol):
@@ -40,8 +41,11 @@ class Sender(Protocol):
         """At once. Raises: InferenceError when the group can no longer become complete."""
         ...
 
-    def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
-        """Send the tensors in their order; back when they may be changed. Raises: InferenceError, DeadlineExceeded."""
+    def send(self, tensors: Tensors, stopped: Stopped) -> None:
+        """Send the tensors in their order; back when they may be changed. Raises: InferenceError, DeadlineExceeded.
+
+        They may be asked for in another thread, and after an error still be asked for there.
+        """
         ...
 
     def close(self) -> None:
@@ -88,7 +92,7 @@ class NcclSender:
     def check(self) -> None:
         self._opening.check(self._meeting)
 
-    def send(self, tensors: Mapping[str, torch.Tensor], stopped: Stopped) -> None:
+    def send(self, tensors: Tensors, stopped: Stopped) -> None:
         _Call(lambda: self._send(tensors), "nccl-send").wait(self._timeout, "the servers to take the weights", stopped)
 
     def close(self) -> None:
@@ -110,12 +114,15 @@ class NcclSender:
             raise InferenceError("vLLM finds no NCCL library (VLLM_NCCL_SO_PATH names one)")
         self._group = group
 
-    def _send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _send(self, tensors: Tensors) -> None:
         """As vLLM's `packed_nccl_broadcast_producer`, but with streams that stay: memory that was allocated on a stream
-        is reused on that stream alone, and vLLM 0.26 takes new ones at each send."""
+        is reused on that stream alone, and vLLM 0.26 takes new ones at each send.
+
+        Tensors that are gathered from several ranks come into being on the stream of the buffer that they go into.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import pack_tensors  # noqa: PLC0415
 
-        pairs = iter(tensors.items())
+        pairs = iter(tensors)
         in_flight: list[Any] = [None] * NUM_BUFFERS
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # the streams do not wait for whoever computed the tensors

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,22 @@ import pytest
 import torch
 from tests.doubles.transfer import TcpSender
 
+from prime_rl.config.trainer import LoRAConfig
 from prime_rl.errors import DeadlineExceeded, InferenceError
 from prime_rl.models.hf import hf_tensors
+from prime_rl.models.lora import factors_of, read_config
+from prime_rl.trainer.adapters import adapter_config, add_adapters, initial_adapter_tensors, tied_embedding
+from prime_rl.trainer.gathering import StoredTensors
 from prime_rl.trainer.precision import ComputeModel
-from prime_rl.trainer.publish import BroadcastPublisher, WeightPublisher, removable
+from prime_rl.trainer.publish import (
+    AdapterPublisher,
+    BroadcastPublisher,
+    Retention,
+    WeightPublisher,
+    merged_tensors,
+    removable,
+)
+from prime_rl.trainer.ranks import ALONE
 from prime_rl.trainer.scoring import Scorer
 from prime_rl.transport.broadcasts import fall_back, fallback_reason, finish, ready_file
 from prime_rl.transport.checksum import checksum
@@ -27,11 +40,15 @@ def trained(decoder) -> ComputeModel:
     return ComputeModel(Scorer(decoder), torch.float32)
 
 
-def publisher(decoder, model_dir, weights_dir, **changes) -> WeightPublisher:
-    options = {"dtype": torch.float32, "max_steps": 7, "interval": None, "keep_last": 3, **changes}
-    return WeightPublisher(
-        model=trained(decoder), weights_dir=weights_dir, assets=model_dir, tokenizer=model_dir, **options
-    )
+def stored(decoder, dtype=torch.float32) -> StoredTensors:
+    return StoredTensors(trained(decoder).stored, dtype, ALONE)
+
+
+def publisher(decoder, model_dir, weights_dir, *, dtype=torch.float32, **changes) -> WeightPublisher:
+    options = {"max_steps": 7, "interval": None, "keep_last": 3, **changes}
+    retention = Retention(root=weights_dir, **options)
+    tensors = stored(decoder, dtype).gathering
+    return WeightPublisher(tensors=tensors, retention=retention, assets=model_dir, tokenizer=model_dir)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +100,18 @@ def change_each_by_its_own_amount(decoder):
             parameter += number / 64
 
 
-def broadcast(decoder, model_dir, tmp_path, sender, **changes):
-    options = {"dtype": torch.bfloat16, "timeout": 60, **changes}
-    files = publisher(decoder, model_dir, tmp_path / "weights", dtype=options["dtype"], max_steps=9, interval=4)
+def broadcast(decoder, model_dir, tmp_path, sender, timeout=60):
+    files = publisher(decoder, model_dir, tmp_path / "weights", dtype=torch.bfloat16, max_steps=9, interval=4)
+    root = tmp_path / "broadcasts"
     return BroadcastPublisher(
-        model=trained(decoder), sender=sender, root=tmp_path / "broadcasts", files=files, **options
+        stored=stored(decoder, torch.bfloat16), sender=sender, root=root, timeout=timeout, files=files
     )
+
+
+def idle(weights):
+    """As the trainer does it while it waits."""
+    if weights.idle():
+        weights.catch_up()
 
 
 @contextmanager
@@ -179,10 +202,10 @@ def test_an_orchestrator_that_does_not_react_is_waited_for_so_long_and_named(dec
 def test_a_group_that_cannot_be_formed_is_told_before_there_is_anything_to_send(decoder, model_dir, tmp_path):
     sender = _StuckSender(tmp_path / "broadcasts", stuck_in=None)
     weights = broadcast(decoder, model_dir, tmp_path, sender)
-    weights.idle()
+    idle(weights)
     assert fallback_reason(tmp_path / "broadcasts") is None
     sender.broken = "address already in use"
-    weights.idle()
+    idle(weights)
     assert fallback_reason(tmp_path / "broadcasts") == "address already in use"
     assert complete_steps(tmp_path / "weights") == []
 
@@ -194,12 +217,12 @@ def test_weights_that_were_only_sent_become_files_when_a_server_is_lost_while_th
         weights = broadcast(decoder, model_dir, tmp_path, sender)
         change_each_by_its_own_amount(decoder)
         weights.publish(1)
-        weights.idle()
+        idle(weights)
         assert complete_steps(tmp_path / "weights") == []
         process.kill()
         fall_back(tmp_path / "broadcasts", "server 1 was lost")  # the orchestrator's
-        weights.idle()
-        weights.idle()
+        idle(weights)
+        idle(weights)
         assert complete_steps(tmp_path / "weights") == [1]
         sent, written = (read_manifest(tmp_path / root / "step_1").weights for root in ("broadcasts", "weights"))
         assert written.digest == sent.digest, "servers that took it have nothing to do"
@@ -216,9 +239,81 @@ def test_the_orchestrators_regular_end_is_no_reason_to_write_what_was_sent_or_to
     weights = broadcast(decoder, model_dir, tmp_path, _StuckSender(root, stuck_in=None))
     weights.publish(1)
     finish(root)
-    weights.idle()
+    idle(weights)
     assert complete_steps(tmp_path / "weights") == []
     weights.publish(2)
     assert complete_steps(tmp_path / "weights") == [2]
     assert fallback_reason(root) is None
     assert not [record for record in caplog.records if "NCCL" in record.message]
+
+
+CONFIG = LoRAConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
+
+
+def adapter_publisher(decoder, model_dir, root, *, config=CONFIG, is_merged=False, keep_last=2, interval=2):
+    """Of `decoder`, which is given adapters; with the tensors that are published."""
+    add_adapters(decoder, config)
+    with torch.no_grad():
+        for name, tensor in initial_adapter_tensors(decoder, 0):
+            decoder.get_parameter(name).copy_(tensor)
+    adapter, tensors = adapter_config(decoder, config), stored(decoder)
+    merged = WeightPublisher(
+        tensors=lambda: merged_tensors(tensors, adapter),
+        retention=Retention(root=root / "merged", max_steps=5, interval=interval, keep_last=None),
+        assets=model_dir,
+        tokenizer=model_dir,
+    )
+    return AdapterPublisher(
+        stored=tensors,
+        config=adapter,
+        base_model=str(model_dir),
+        tied_embedding=tied_embedding(decoder),
+        retention=Retention(root=root / "weights", max_steps=5, interval=interval, keep_last=keep_last),
+        merged=merged if is_merged else None,
+    )
+
+
+def test_an_adapter_is_published_each_step_and_holds_what_is_trained_alone(decoder, model_dir, tmp_path):
+    publisher = adapter_publisher(decoder, model_dir, tmp_path)
+    for step in range(1, 6):
+        change_each_by_its_own_amount(decoder)
+        publisher.publish(step)
+    assert complete_steps(tmp_path / "weights") == [2, 4, 5]
+    loaded = load_weights(tmp_path / "weights" / "step_5")
+    assert loaded.published.kind == "adapter"
+    factors = factors_of(read_config(tmp_path / "weights" / "step_5"), loaded.tensors)
+    assert len(factors) == 4
+    for module, pair in factors.items():
+        for factor, kept in zip(pair, ("lora_A", "lora_B"), strict=True):
+            assert torch.equal(factor, decoder.get_parameter(f"{module}.{kept}"))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_sft_publishes_the_adapter_of_milestones_and_beside_it_the_merged_model(decoder, model_dir, tmp_path):
+    publisher = adapter_publisher(decoder, model_dir, tmp_path, is_merged=True, keep_last=None)
+    base = {name: tensor.clone() for name, tensor in hf_tensors(decoder)}
+    for step in range(1, 6):
+        publisher.publish(step)
+    assert complete_steps(tmp_path / "weights") == complete_steps(tmp_path / "merged") == [2, 4, 5]
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_()
+    publisher = adapter_publisher_again(publisher, tmp_path / "later")
+    publisher.publish(2)
+    merged = load_weights(tmp_path / "later" / "merged" / "step_2").tensors
+    names = [name for name in base if "lora" not in name]
+    assert sorted(merged) == sorted(names)
+    for name in names:
+        module = name.removesuffix(".weight")
+        expected = base[name]
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            expected = expected + 2 * decoder.get_parameter(f"{module}.lora_B") @ base[f"{module}.lora_A"]
+        torch.testing.assert_close(merged[name], expected)
+
+
+def adapter_publisher_again(publisher, root):
+    """The same publisher, of another directory."""
+    publisher._retention = replace(publisher._retention, root=root / "weights")
+    publisher._merged._retention = replace(publisher._merged._retention, root=root / "merged")
+    return publisher

@@ -1,0 +1,56 @@
+"""Several ranks on this machine, over gloo: a function that runs in each of them."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from prime_rl.trainer.ranks import joined
+
+TIMEOUT_S = 60.0
+
+
+def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `work(ranks, *arguments)`, a function of a module, returned on each rank; raises what the first one said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers: Any = context.Queue()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    processes = [
+        context.Process(target=_run, args=(work, arguments, env | {"RANK": str(rank)}, answers), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(answers.get(timeout=TIMEOUT_S) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    said = [answer for answer in found.values() if isinstance(answer, _Failed)]
+    assert not said, said[0].words
+    return [found[rank] for rank in range(size)]
+
+
+class _Failed:
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+
+def _run(work: Callable[..., Any], arguments: Any, env: Mapping[str, str], answers: Any) -> None:
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    rank = int(env["RANK"])
+    try:
+        with joined(lambda: torch.device("cpu"), timeout=TIMEOUT_S) as ranks:
+            answer = work(ranks, *arguments)
+        answers.put((rank, answer))
+    except BaseException:  # noqa: BLE001 (told by the parent)
+        answers.put((rank, _Failed(traceback.format_exc())))
