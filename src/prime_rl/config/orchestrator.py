@@ -36,6 +36,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "bad_words": (),
     "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "response_format": ({"type": "text"},),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "vllm_xargs": (),
+    "extra_args": (),
 }
 """Request fields that are no keys here, and the values under which the engine samples from softmax(logits / T)."""
 
@@ -45,7 +56,7 @@ _BENDS = (
 
 
 def _bends_sampling(name: str, value: Any) -> bool:
-    return name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]
+    return name in _NEUTRAL and value not in (None, [], {}, *_NEUTRAL[name])
 
 
 class TemperatureScheduleConfig(BaseConfig):

@@ -212,6 +212,15 @@ def test_files_that_inherit_in_a_circle_are_refused(tmp_path):
         pytest.param(
             ["--orchestrator.sampling.extra-body", '{"top_p": 0.9}'], "importance ratio", id="truncated sampling"
         ),
+        *(
+            pytest.param(["--orchestrator.sampling.extra-body", field], "importance ratio", id=f"bent sampling {field}")
+            for field in (
+                *('{"top_k": 20}', '{"min_p": 0.1}', '{"presence_penalty": 1}', '{"logit_bias": {"5": 3}}'),
+                *('{"allowed_token_ids": [5]}', '{"structured_outputs": {"json": {}}}', '{"guided_choice": ["a"]}'),
+                *('{"response_format": {"type": "json_object"}}', '{"thinking_token_budget": 9}'),
+                *('{"vllm_xargs": {"x": 1}}', '{"use_beam_search": true}'),
+            )
+        ),
         pytest.param(["--orchestrator.sampling.min-tokens", "2"], "importance ratio", id="masked stop token"),
         pytest.param(["--inference", "--inference.server.port", "0"], "name the port", id="port 0 under rl"),
         pytest.param(["--orchestrator.env.9999999.id", "x"], "a new one would be 0", id="far list entry"),
@@ -221,6 +230,15 @@ def test_files_that_inherit_in_a_circle_are_refused(tmp_path):
 )
 def test_a_mistake_is_answered_with_the_key_and_the_fix(argv, expected):
     assert expected in complaint(RLConfig, argv)
+
+
+def test_what_leaves_the_distribution_as_it_is_may_be_said():
+    body = (
+        '{"top_p": 1.0, "top_k": -1, "min_p": 0, "logit_bias": {}, "bad_words": [], "response_format": '
+        '{"type": "text"}, "structured_outputs": null, "ignore_eos": true, "stop": ["."]}'
+    )
+    sampling = load(RLConfig, ["--orchestrator.sampling.extra-body", body], {}).orchestrator.sampling
+    assert sampling.extra_body["ignore_eos"] is True
 
 
 def test_a_shared_mistake_is_said_once():
