@@ -130,18 +130,10 @@ class StoredTensor:
         return self.shape[0] if self.shape else 1
 
 
-def stored_tensors(directory: Path, seed: int) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of a model directory; drawn from `seed`, as a warning says, where it holds none.
-
-    Each can be read until the next one is asked for.
-    """
-    files = weight_files(directory)
-    for path in files:
+def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in the files of a model directory; each can be read until the next one is asked for."""
+    for path in weight_files(directory):
         yield from _stored_in(path)
-    if not files:
-        logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
-        for name, tensor in initial_tensors(load_config(directory), seed):
-            yield name, StoredTensor.of(tensor)
 
 
 def _stored_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -159,9 +151,17 @@ def _stored_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def model_tensors(directory: Path, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model directory, whole and on the CPU; see `stored_tensors`."""
-    for name, stored in stored_tensors(directory, seed):
-        yield name, stored.rows(0, stored.num_rows)
+    """The tensors of a model directory, on the CPU; drawn from `seed`, as a warning says, where it holds none."""
+    if weight_files(directory):
+        yield from read_safetensors(directory)
+        return
+    tell_drawn(directory, seed)
+    yield from initial_tensors(load_config(directory), seed)
+
+
+def tell_drawn(directory: Path, seed: int) -> None:
+    """Say that a model has weights that nobody trained."""
+    logger.warning("%s holds no weights: the model is initialised at random from seed %d", directory, seed)
 
 
 def load_decoder(

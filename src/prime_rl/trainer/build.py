@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from prime_rl.config.trainer import AdamWConfig, SFTConfig, TrainerConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.data.balance import CostModel
 from prime_rl.data.rendering import load_tokenizer
 from prime_rl.errors import ConfigError
@@ -16,8 +15,9 @@ from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FanOut, JsonlMonitor
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.model import build_model
-from prime_rl.trainer.optim import ScheduledAdamW, build_schedule
+from prime_rl.trainer.optim import build_optimizer, build_schedule
 from prime_rl.trainer.perf import ModelCost, PerfMeter, cost_of
+from prime_rl.trainer.profile import StepProfile
 from prime_rl.trainer.publication import build_publisher
 from prime_rl.trainer.ranks import Ranks, joined
 from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
@@ -62,7 +62,6 @@ def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
 
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
-    assert isinstance(config.optim, AdamWConfig), "other optimizers are refused at the start (config.pending)"
     directory, batches, paths = inputs.directory, inputs.batches, RunPaths(config.output_dir)
     model = build_model(config.model, directory, ranks, seed=config.seed)
     cost = cost_of(model.model, read_json(directory / "config.json"))
@@ -77,7 +76,9 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
         stack.enter_context(closing(monitor))
         Trainer(
             model=model,
-            optimizer=ScheduledAdamW(nn.ParameterList(model.parameters.values()), config.optim, schedule),
+            optimizer=build_optimizer(
+                model.parameters.items(), config.optim, schedule, cpu_offload=config.model.optim_cpu_offload
+            ),
             batches=batches,
             loss=inputs.loss,
             publisher=build_publisher(
@@ -97,6 +98,12 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
                 row_cost=_row_cost(cost),
                 min_step_time_s=config.debug.min_step_time,
                 ranks=ranks,
+                profile=StepProfile(
+                    memory_dir=config.memory_profiler_path,
+                    trace_dir=config.trace_path,
+                    device=ranks.device,
+                    rank=ranks.rank,
+                ),
             ),
         ).run()
 

@@ -3,6 +3,8 @@
 empty (meta) -> adapters -> memory and speed -> slices over the ranks, or whole -> values from the files
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.config.trainer import TrainerModelConfig
-from prime_rl.models.hf import empty_decoder, load_config, load_stored, stored_tensors
+from prime_rl.models.decoder import Decoder
+from prime_rl.models.hf import (
+    StoredTensor,
+    empty_decoder,
+    initial_tensors,
+    load_config,
+    load_stored,
+    stored_tensors,
+    tell_drawn,
+    weight_files,
+)
 from prime_rl.models.language_model import LanguageModel
+from prime_rl.models.transformers_model import TransformersModel, chosen_impl, empty_transformers_model
 from prime_rl.trainer import memory
+from prime_rl.trainer.adapters import add_adapters, initial_adapter_tensors
 from prime_rl.trainer.head import resolved_chunk_tokens
 from prime_rl.trainer.parallel import DTYPES, ShardedModel, shard
 from prime_rl.trainer.precision import ComputeModel
@@ -50,21 +64,61 @@ class TrainedModel(Protocol):
 def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, seed: int) -> TrainedModel:
     """The model of `directory`, loaded. `seed` draws what no file holds, alike for every number of ranks.
 
-    Raises: ModelError for a directory that does not fit, ConfigError for ranks that do not.
+    Raises: ModelError for a directory that does not fit, ConfigError for what the model, the machine or the number of
+    ranks does not allow.
     """
-    model = empty_decoder(load_config(directory), device="meta", dtype=torch.float32)
     dtype = DTYPES[config.optimization_dtype]
-    chunk_tokens = resolved_chunk_tokens(
-        config.fused_lm_head_chunk_size, vocab_size=model.vocab_size, dtype=dtype, device=ranks.device
-    )
-    scorer = Scorer(model, chunk_tokens=chunk_tokens)
+    model = _empty(config, directory)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # no master: frozen weights never need one
     memory.apply(model, config, ranks.device)
+    chunk_tokens = resolved_chunk_tokens(
+        config.fused_lm_head_chunk_size, vocab_size=model.vocab_size, dtype=dtype, device=ranks.device
+    )
+    scorer = Scorer(model, chunk_tokens=chunk_tokens)
     is_sharded = ranks.size > 1 or config.fsdp_cpu_offload
     if is_sharded:
         shard(scorer, config, ranks)
     model.to_empty(device="cpu" if config.fsdp_cpu_offload else ranks.device)
-    load_stored(dict(model.named_parameters()), stored_tensors(directory, seed))
+    load_stored(dict(model.named_parameters()), _values(config, directory, model, seed))
     return ShardedModel(scorer, ranks.device) if is_sharded else ComputeModel(scorer, dtype)
+
+
+def _empty(config: TrainerModelConfig, directory: Path) -> LanguageModel:
+    """The model on the meta device, in float32."""
+    kept, trusted = config.debug.num_layers, config.trust_remote_code
+    if chosen_impl(directory, config.impl, trust_remote_code=trusted) == "hf":
+        return empty_transformers_model(
+            directory, dtype=torch.float32, trust_remote_code=trusted, num_layers=config.debug.num_layers
+        )
+    shape = load_config(directory)
+    if kept is not None:
+        shape = replace(shape, num_layers=min(kept, shape.num_layers))
+    return empty_decoder(shape, device="meta", dtype=torch.float32)
+
+
+def _values(
+    config: TrainerModelConfig, directory: Path, model: LanguageModel, seed: int
+) -> Iterator[tuple[str, StoredTensor]]:
+    """What goes into the parameters of `model`: from the files, else drawn."""
+    names = {name for name, _ in model.named_parameters()}
+    if weight_files(directory) and not config.debug.random_init:
+        for name, stored in stored_tensors(directory):
+            if config.debug.num_layers is None or name in names:
+                yield name, stored
+    else:
+        tell_drawn(directory, seed)
+        for name, tensor in _drawn(model, seed):
+            yield name, StoredTensor.of(tensor)
+    for name, tensor in initial_adapter_tensors(model, seed):
+        yield name, StoredTensor.of(tensor)
+
+
+def _drawn(model: LanguageModel, seed: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(model, TransformersModel):
+        return model.initial_tensors(seed)
+    assert isinstance(model, Decoder)
+    return initial_tensors(model.config, seed)

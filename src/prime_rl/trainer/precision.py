@@ -41,20 +41,25 @@ class ComputeModel:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the masters' values; called once a step."""
-        for name, copy in self._copies.items():
-            copy.copy_(self.parameters[name])
+        if self._copies:
+            torch._foreach_copy_(list(self._copies.values()), [self.parameters[name] for name in self._copies])
 
+    @torch.no_grad()
     def collect(self) -> None:
         """Add the copies' gradients to the masters' and clear them; called after every micro-batch."""
+        sums, grads = [], []
         for name, copy in self._copies.items():
-            master = self.parameters[name]
-            if copy.grad is None:  # a parameter that this input did not use
+            master, grad = self.parameters[name], copy.grad
+            if grad is None:  # a parameter that this input did not use
                 continue
-            if master.grad is None:
-                master.grad = copy.grad.float()
-            else:
-                master.grad += copy.grad
             copy.grad = None
+            if master.grad is None:
+                master.grad = grad.float()
+            else:
+                sums.append(master.grad)
+                grads.append(grad)
+        if sums:
+            torch._foreach_add_(sums, grads)
 
     def stored(self) -> dict[str, Tensor]:
         """Every parameter under its Hugging Face name, detached: the master where it is trained."""

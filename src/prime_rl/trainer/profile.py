@@ -73,6 +73,9 @@ class StepProfile:
                 torch.cuda.synchronize(self._device)  # what the step has begun belongs to it
 
 
+NO_PROFILE: Final = StepProfile(memory_dir=None, trace_dir=None, device=torch.device("cpu"), rank=0)
+
+
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -74,13 +74,18 @@ def joined(
 
     `timeout`: seconds after which a rank that waits for the others gives up; `patience`: so many more for the word of
     rank 0, which may have to wait itself. `always`: have a process group in a process alone too (sharding needs one).
-    Raises: ConfigError where a GPU is missing.
+    Raises: ConfigError where a GPU is missing, or torchrun.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = pick_device()
     if size == 1 and not always:
         yield Ranks(rank=0, size=1, device=device)
         return
+    if size > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, but MASTER_ADDR is not set, so the ranks cannot meet: start them with torchrun, or "
+            "unset WORLD_SIZE"
+        )
     if device.type == "cuda":
         device = _own_gpu(rank)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

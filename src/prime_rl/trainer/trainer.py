@@ -28,13 +28,16 @@ from prime_rl.data.samples import MicroBatch, TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import Monitor
+from prime_rl.trainer import diagnosis
+from prime_rl.trainer.garbage import controlled_garbage
 from prime_rl.trainer.metrics import MetricSums
 from prime_rl.trainer.model import TrainedModel
-from prime_rl.trainer.optim import ScheduledAdamW
+from prime_rl.trainer.optim import Optimizer
 from prime_rl.trainer.perf import PerfMeter
+from prime_rl.trainer.profile import NO_PROFILE, StepProfile
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.ranks import ALONE, Ranks
-from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction, TokenStreams
+from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction
 
 _BATCH: Final = "batch"
 _CATCH_UP: Final = "catch up"
@@ -54,6 +57,7 @@ class LoopOptions:
     """What documents are dealt to several ranks by."""
     min_step_time_s: float = 0.0
     ranks: Ranks = ALONE
+    profile: StepProfile = NO_PROFILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Trainer:
         self,
         *,
         model: TrainedModel,
-        optimizer: ScheduledAdamW,
+        optimizer: Optimizer,
         batches: BatchSource,
         loss: LossFunction,
         publisher: Publisher,
@@ -99,8 +103,11 @@ class Trainer:
         ArtifactError for weights that cannot be written.
         """
         max_steps = self._options.max_steps
-        for step in itertools.count() if max_steps is None else range(max_steps):
-            self._step(step)
+        with controlled_garbage() as after_step:
+            for step in itertools.count() if max_steps is None else range(max_steps):
+                with self._options.profile.step(step):
+                    self._step(step)
+                after_step(step)
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
@@ -128,9 +135,9 @@ class Trainer:
 
     def _next_batch(self, step: int) -> TrainingBatch:
         if self._ranks.is_leader:
-            batch = self._batches.next(step, self._idle)
+            self._batches.wait(step, self._idle)
             self._ranks.tell(_BATCH)
-            return batch
+            return self._batches.next(step)
         while (word := self._ranks.hear()) != _BATCH:
             assert word == _CATCH_UP, word
             self._publisher.catch_up()
@@ -161,8 +168,9 @@ class Trainer:
 
     def _train(self, step: int, batch: TrainingBatch) -> dict[str, float]:
         """One optimizer step. The weights stay as they are when nothing is in the loss or anything is not finite."""
+        if (warning := diagnosis.of_batch(batch)) is not None:
+            self._warn(warning)
         if batch.num_loss_tokens == 0:
-            _logger.warning("Step %d: no token of the batch is in the loss, so the weights stay as they are", step)
             return {"loss/mean": 0.0, "optim/grad_norm": 0.0}
         dealt = deal(batch, self._ranks.size, self._options.max_row_tokens, self._options.row_cost)
         own = dealt.rows[self._ranks.rank]
@@ -171,8 +179,33 @@ class Trainer:
         metrics = {**result.metrics, **dealt.metrics, "loss/mean": loss, "optim/grad_norm": grad_norm}
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._log(step, metrics)
-            raise PrimeRLError(_not_finite(step, result.per_micro_batch, grad_norm))
+            raise PrimeRLError(self._why_not_finite(step, result.per_micro_batch, metrics))
+        if grad_norm == 0 and warning is None:
+            self._warn(diagnosis.of_zero_gradient(batch, metrics))
+        if (warning := diagnosis.of_entropy(step, metrics)) is not None:
+            self._warn(warning)
         return metrics | {"optim/lr": self._optimizer.apply(step)}
+
+    def _why_not_finite(self, step: int, losses: Sequence[float], metrics: Mapping[str, float]) -> str:
+        """All ranks look, each at its slices, and say the same."""
+        parameters = self._model.parameters
+        own = (
+            diagnosis.first_not_finite(parameters.items()),
+            diagnosis.first_not_finite((name, parameter.grad) for name, parameter in parameters.items()),
+        )
+        weights, gradients = zip(*self._ranks.gathered(own), strict=True)
+        return diagnosis.of_not_finite(
+            step,
+            losses=losses,
+            grad_norm=metrics["optim/grad_norm"],
+            metrics=metrics,
+            weight=next(filter(None, weights), None),
+            gradient=next(filter(None, gradients), None),
+        )
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.is_leader:
+            _logger.warning("%s", text[:1].upper() + text[1:])
 
 
 def accumulate_gradients(
@@ -193,7 +226,8 @@ def accumulate_gradients(
     losses: list[Tensor] = []
     metrics = MetricSums()
     for row in batch.micro_batches if rows is None else rows:
-        output = loss(_streams(model, DeviceBatch.from_numpy(row, model.device)))
+        tokens = DeviceBatch.from_numpy(row, model.device)
+        output = loss(tokens.streams(*model.score(tokens)))
         row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()
         row_loss.backward()
         model.collect()
@@ -201,35 +235,6 @@ def accumulate_gradients(
         metrics.add(output)
     of_ranks = ranks.gathered(torch.stack(losses).tolist())
     return BatchLoss(per_micro_batch=[loss for of_rank in of_ranks for loss in of_rank], metrics=metrics.summary(ranks))
-
-
-def _streams(model: TrainedModel, batch: DeviceBatch) -> TokenStreams:
-    logprobs_N, entropies_N = model.score(batch)
-    return TokenStreams(
-        logprobs_N=logprobs_N,
-        entropies_N=entropies_N,
-        inference_logprobs_N=batch.inference_logprobs_N,
-        advantages_N=batch.advantages_N,
-        ref_logprobs_N=batch.ref_logprobs_N,
-        rl_weights_N=batch.rl_weights_N,
-        ce_weights_N=batch.ce_weights_N,
-        ref_kl_weights_N=batch.ref_kl_weights_N,
-        sequence_N=batch.sequence_N,
-        num_sequences=len(batch.seq_lens),
-    )
-
-
-def _not_finite(step: int, losses: list[float], grad_norm: float) -> str:
-    culprits = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-    if culprits:
-        what = f"the loss of micro-batch {culprits[0]} of {len(losses)} is {losses[culprits[0]]}"
-    else:
-        what = f"the gradient norm is {grad_norm}"
-    return (
-        f"step {step}: {what}; training stopped before these gradients reached the weights. Look at mismatch_kl/max "
-        "and entropy/mean of the last steps in the metrics file: if they rose, lower optim.lr; if not, the weights "
-        "this run started from may hold values that are not finite"
-    )
 
 
 _FIELDS = (

@@ -120,12 +120,6 @@ def test_a_gpu_that_is_not_there_is_said(config, monkeypatch):
         run(config.model_copy(update={"device": "cuda"}))
 
 
-def test_more_than_one_process_is_refused(config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="runs as one process in this version, not as 2"):
-        run(config)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_trains_as_the_cpu_does(config, tmp_path, dtype):
