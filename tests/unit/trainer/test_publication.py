@@ -1,0 +1,161 @@
+import json
+import os
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+from tests.doubles.ranks import on_ranks
+from tests.doubles.transfer import TcpSender, receive
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.errors import DeadlineExceeded, InferenceError
+from prime_rl.models.lora import is_adapter
+from prime_rl.trainer import gathering
+from prime_rl.trainer.adapters import add_adapters, initial_adapter_tensors
+from prime_rl.trainer.gathering import StoredTensors
+from prime_rl.trainer.precision import ComputeModel
+from prime_rl.trainer.publication import build_publisher
+from prime_rl.trainer.publish import BroadcastPublisher, Following, Leading, Publisher, Retention, WeightPublisher
+from prime_rl.trainer.ranks import ALONE
+from prime_rl.trainer.scoring import Scorer
+from prime_rl.transport.checksum import combined, entries
+from prime_rl.transport.manifest import complete_steps, read_manifest
+
+SHAPES = {"a": (7, 4), "b": (5,), "c": (64, 16), "d": (3, 3)}
+
+
+def tensors_after(step):
+    """Every one is another at every step."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) + step for name, shape in SHAPES.items()}
+
+
+def expected(step):
+    return entries({name: tensor.bfloat16() for name, tensor in tensors_after(step).items()})
+
+
+class HangingSender(TcpSender):
+    """At `hangs`, takes the first tensor and leaves the rest to a thread that nobody waits for any more."""
+
+    hangs = False
+    rest = None
+
+    def send(self, tensors, stopped):
+        if not self.hangs:
+            super().send(tensors, stopped)
+            return
+        next(tensors)
+        self.rest = tensors
+        raise DeadlineExceeded("waited 1 s for the servers to take the weights")
+
+
+def publish_five(ranks, root, model_dir):
+    """Steps 1 and 2 are sent, 3 stays on disk, 4 hangs in the middle of being sent, 5 is files from the start."""
+    gathering.CHUNK_BYTES = 200
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    now = {}
+    change(now, 0, mesh)
+    stored = StoredTensors(lambda: now, torch.bfloat16, ranks)
+    with ExitStack() as stack:
+        sender, publisher = None, Following(stored)
+        if ranks.is_leader:
+            sender = stack.enter_context(closing(HangingSender()))
+            (root / "port.tmp").write_text(str(sender.port))
+            os.rename(root / "port.tmp", root / "port")
+            publisher = Leading(first_rank(stored, sender, root, model_dir), stored)
+        for step in range(1, 6):
+            change(now, step, mesh)
+            if sender is not None:
+                sender.hangs = step == 4
+            publisher.publish(step)
+        if sender is not None:
+            with pytest.raises(InferenceError, match="nobody waits for these tensors"):
+                list(sender.rest)
+
+
+def change(now, step, mesh):
+    now.update({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors_after(step).items()})
+
+
+def first_rank(stored, sender, root, model_dir):
+    retention = Retention(root=root / "weights", max_steps=9, interval=3, keep_last=9)
+    files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=model_dir, tokenizer=model_dir)
+    return BroadcastPublisher(stored=stored, sender=sender, root=root / "broadcasts", timeout=60, files=files)
+
+
+def receive_two(root):
+    while not (root / "port").exists():
+        time.sleep(0.01)
+    receive(root / "broadcasts", int((root / "port").read_text()), root / "results", 2)
+
+
+def test_two_ranks_with_half_of_every_tensor_send_and_write_it_whole(model_dir, tmp_path):
+    other = threading.Thread(target=receive_two, args=(tmp_path,), daemon=True)
+    other.start()
+    on_ranks(2, publish_five, tmp_path, model_dir)
+    other.join(10)
+    found = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert found == [
+        {"version": step, "tensors": {name: entry.checksum for name, entry in expected(step).items()}}
+        for step in (1, 2)
+    ]
+    assert complete_steps(tmp_path / "weights") == [3, 4, 5]
+    for step in (3, 4, 5):
+        assert read_manifest(tmp_path / "weights" / f"step_{step}").weights.digest == combined(expected(step))
+    assert read_manifest(tmp_path / "broadcasts" / "step_4").weights.tensors == expected(4)
+
+
+def built(decoder, model_dir, tmp_path, *, config=TrainerConfig, keep_last=3, **model) -> Publisher:
+    """The publisher of a trainer of `decoder`, which has its adapters in it."""
+    sections = {"model": {"name": str(model_dir), **model}, "output_dir": str(tmp_path), "max_steps": 2}
+    settings = config.model_validate(sections)
+    if settings.model.lora is not None:
+        add_adapters(decoder, settings.model.lora)
+        with torch.no_grad():
+            for name, tensor in initial_adapter_tensors(decoder, 0):
+                decoder.get_parameter(name).copy_(tensor)
+    return build_publisher(
+        settings,
+        model=ComputeModel(Scorer(decoder), torch.float32),
+        ranks=ALONE,
+        assets=model_dir,
+        tokenizer=model_dir,
+        keep_last=keep_last,
+        stack=ExitStack(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "keep_last", "kinds", "merged"),
+    [
+        (None, TrainerConfig, 3, {1: "model", 2: "model"}, []),
+        ({}, TrainerConfig, 3, {1: "adapter", 2: "adapter"}, []),
+        ({"merge": True}, TrainerConfig, 3, {1: "adapter", 2: "adapter"}, [2]),
+        ({"modules_to_save": ["norm"]}, TrainerConfig, 3, {1: "model", 2: "model"}, []),
+        ({}, SFTConfig, None, {2: "adapter"}, []),
+        ({"merge": True, "modules_to_save": ["norm"]}, SFTConfig, None, {2: "adapter"}, [2]),
+    ],
+)
+def test_what_is_published_follows_from_the_configuration(
+    decoder, model_dir, tmp_path, lora, config, keep_last, kinds, merged
+):
+    publisher = built(decoder, model_dir, tmp_path, config=config, keep_last=keep_last, lora=lora)
+    for step in (1, 2):
+        publisher.publish(step)
+    assert complete_steps(tmp_path / "weights") == list(kinds)
+    for step, kind in kinds.items():
+        directory = tmp_path / "weights" / f"step_{step}"
+        assert read_manifest(directory).weights.kind == kind
+        assert is_adapter(directory) == (kind == "adapter")
+    assert complete_steps(tmp_path / "merged") == merged
+
+
+def test_an_adapter_names_the_model_that_it_belongs_to(decoder, model_dir, tmp_path):
+    built(decoder, model_dir, tmp_path, lora={"dropout": 0.25}).publish(1)
+    written = json.loads((tmp_path / "weights" / "step_1" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(model_dir)
+    assert written["lora_dropout"] == 0.25
