@@ -1,7 +1,8 @@
 """What makes forward and backward faster or smaller and changes no number: compilation, recomputation, offload.
 
-    block.forward   [offload [recompute [ before -> attention -> after ]]]
-                                          ^ each compiled, alone        ^
+    before, after     compiled(recomputed(...))      attention between them is neither, for kernels need no compiler and
+    block.forward     offloaded(...)                 their work is not worth doing twice
+    block.forward     offloaded(recomputed(...))     with ac.keep_attention = false: before and after compiled only
 
 Methods of the blocks are replaced one by one: there is no wrapper module, so parameters keep their names, and what
 hooks a block's call (FSDP) stays outside of all of it.
@@ -11,6 +12,8 @@ import functools
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -39,18 +42,22 @@ def apply(model: LanguageModel, config: TrainerModelConfig, device: torch.device
     model.kernel = choose_kernel(config.attn, device, getattr(torch, config.optimization_dtype))
     if config.compile is not None:
         _require_compiler(device)
-        for block in model.blocks:
-            _compile(block, fullgraph=config.compile.fullgraph)
-    if config.ac is None and config.ac_offloading is None:
-        return
-    ac = config.ac or ActivationCheckpointConfig()
+    is_offloaded = config.ac_offloading is not None
+    ac = ActivationCheckpointConfig() if config.ac is None and is_offloaded else config.ac
     offload = _offload(config.ac_offloading, device)
-    for block in model.blocks[:: ac.freq]:
-        is_random = config.lora is not None and config.lora.dropout > 0
-        is_random = is_random or any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
-        _recompute(block, ac, is_random=is_random)
-        if offload is not None:
-            _replace(block, "forward", offload.wrap)
+    for index, block in enumerate(model.blocks):
+        is_random = _is_random(block, config)
+        # Recomputation inside what is compiled is planned by the compiler, which leaves out what the gradients do not
+        # need (the products that end a part). But it would draw random numbers anew.
+        is_planned = isinstance(block, DecoderLayer) and not is_random
+        if config.compile is not None and not is_planned:
+            _compile(block, fullgraph=config.compile.fullgraph)
+        if ac is not None and index % ac.freq == 0:
+            _recompute(block, ac, is_random=is_random)
+            if offload is not None:
+                _replace(block, "forward", offload.wrap)
+        if config.compile is not None and is_planned:
+            _compile(block, fullgraph=config.compile.fullgraph)
 
 
 def _replace(module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
@@ -82,21 +89,30 @@ def _require_compiler(device: torch.device) -> None:
         )
 
 
+def _is_random(block: nn.Module, config: TrainerModelConfig) -> bool:
+    """Whether a layer's forward draws random numbers."""
+    if config.lora is not None and config.lora.dropout > 0:
+        return True
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
+
+
 def _recompute(block: nn.Module, config: ActivationCheckpointConfig, *, is_random: bool) -> None:
     """Let `block` compute again in the backward pass what `config` says. `is_random`: with the same random numbers."""
     change = functools.partial(_recomputed, is_random=is_random)
-    if config.mode == "full" and not (config.keep_attention and isinstance(block, DecoderLayer)):
+    if not isinstance(block, DecoderLayer):
+        if config.mode == "selective":
+            raise ConfigError(
+                "model.ac.mode selective knows the parts of our own model code only, and this model is computed by "
+                "`transformers` (impl hf); set mode to full"
+            )
         _replace(block, "forward", change)
-    elif not isinstance(block, DecoderLayer):
-        raise ConfigError(
-            "model.ac.mode selective knows the parts of our own model code only, and this model is computed by "
-            "`transformers` (impl hf); set mode to full"
-        )
-    elif config.mode == "full":
+    elif config.mode == "selective":
+        _recompute_targets(block, set(config.targets), change)
+    elif config.keep_attention:
         _replace(block, "before", change)
         _replace(block, "after", change)
     else:
-        _recompute_targets(block, set(config.targets), change)
+        _replace(block, "forward", change)
 
 
 def _recompute_targets(block: DecoderLayer, targets: set[str], change: Callable[[Any], Any]) -> None:
@@ -110,12 +126,23 @@ def _recompute_targets(block: DecoderLayer, targets: set[str], change: Callable[
         _replace(block, "before", change)
 
 
-def _recomputed(function: Callable[..., Any], *, is_random: bool) -> Callable[..., Any]:
-    """`function`, of which only the arguments are kept for the backward pass."""
+def _recomputed(method: Callable[..., Any], *, is_random: bool) -> Callable[..., Any]:
+    """A method of which only the arguments are kept for the backward pass."""
+    if not isinstance(method, MethodType):  # compiled
+        return functools.partial(checkpoint, method, use_reentrant=False, preserve_rng_state=is_random)
+    return MethodType(_again(method.__func__, is_random), method.__self__)
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=is_random, **kwargs)
 
+@cache
+def _again(function: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
+    """`function` of a module, as one function for all modules of a class: compiled code is found by it."""
+
+    def recomputed(self: nn.Module, *args: Any) -> Any:
+        bound = functools.partial(function, self)
+        return checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=is_random)
+
+    # A code object of its own: the compiler keeps a limited number of versions of each.
+    recomputed.__code__ = recomputed.__code__.replace(co_name=f"{function.__name__}_again")
     return recomputed
 
 

@@ -169,6 +169,7 @@ def test_compiled_layers_give_the_values_and_gradients_of_eager_ones_and_share_t
     torch.testing.assert_close(compiled.hidden, plain.hidden, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(compiled.gradients), dict(plain.gradients), rtol=1e-4, atol=1e-5)
     assert compiled.attention_calls == plain.attention_calls
+    assert compiled.kept_bytes < 0.5 * plain.kept_bytes
     # Two layers, each with a part before and a part after attention: two graphs.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
