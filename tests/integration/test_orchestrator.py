@@ -116,7 +116,7 @@ def train(paths, model, process, *, steps, after_step=lambda step: None):
             assert process.poll() is None, "the orchestrator ended"
             assert time.monotonic() < deadline, f"no batch {step}"
             time.sleep(0.02)
-        batches.append(reader.wait(step, 1))
+        batches.append(reader.read(step, 1))
         decoder = load_decoder(str(model), device="cpu", dtype=torch.float32, seed=step)
         publish_weights(hf_tensors(decoder), step=step + 1, weights_dir=paths.weights, assets=model)
         after_step(step)

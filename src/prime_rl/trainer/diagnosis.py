@@ -63,7 +63,7 @@ def of_entropy(step: int, metrics: Mapping[str, float]) -> str | None:
 
 def of_zero_gradient(batch: TrainingBatch, metrics: Mapping[str, float]) -> str:
     """What to say of a gradient that is exactly 0 although tokens are in the loss."""
-    head = f"step {batch.step}: the gradient is exactly 0, so the weights stay as they are"
+    head = f"step {batch.step}: the gradient is exactly 0, so this batch teaches the model nothing"
     if (flat := of_batch(batch)) is not None:
         return f"{head}. It has nothing to come from: {flat.removeprefix(f'step {batch.step}: ')}"
     kl = metrics.get("mismatch_kl/mean", math.nan)

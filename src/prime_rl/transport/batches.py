@@ -52,14 +52,10 @@ class BatchReader:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def wait(
-        self, step: int, timeout: float, poll: float = 0.05, idle: Callable[[], None] | None = None
-    ) -> TrainingBatch:
-        """Block until batch `step` is published and return it; `timeout` and `poll` are seconds.
+    def wait(self, step: int, timeout: float, poll: float = 0.05, idle: Callable[[], None] | None = None) -> None:
+        """Block until batch `step` is published; `timeout` and `poll` are seconds.
 
-        `idle` is called before every pause.
-
-        Raises: DeadlineExceeded saying what it waited for; ArtifactError naming a damaged file.
+        `idle` is called before every pause. Raises: DeadlineExceeded saying what it waited for.
         """
         directory = step_dir(self._root, step)
         start = time.monotonic()
@@ -77,9 +73,14 @@ class BatchReader:
             if idle is not None:
                 idle()
             time.sleep(poll)
-        return self._read(directory, step)
 
-    def _read(self, directory: Path, step: int) -> TrainingBatch:
+    def read(self, step: int, timeout: float, poll: float = 0.05) -> TrainingBatch:
+        """Batch `step`, once it is published.
+
+        Raises: as `wait`; ArtifactError naming a damaged file.
+        """
+        self.wait(step, timeout, poll)
+        directory = step_dir(self._root, step)
         path = directory / _FILE
         try:
             batch = decode(read_verified(directory, _FILE))

@@ -125,7 +125,7 @@ async def test_turns_become_one_sample_or_one_each_and_the_figures_do_not_tell_t
         config = config.model_copy(update={"output_dir": config.output_dir / strategy})
         rows, _ = await produce(config, ["talk"])
         reader = BatchReader(RunPaths(config.output_dir).rollouts)
-        batches = [reader.wait(step, 1) for step in range(2)]
+        batches = [reader.read(step, 1) for step in range(2)]
         names = ("reward/mean", "completion_len/mean", "num_turns/mean", "off_policy_gap/max", "progress/total_samples")
         figures.append([[row[name] for name in names] for row in rows])
         shapes.append([(batch.num_sequences, batch.num_tokens, batch.num_loss_tokens) for batch in batches])

@@ -1,9 +1,14 @@
+import threading
+import time
+
 import numpy as np
+import pytest
 import torch
 
 from prime_rl.data.rendering import load_tokenizer
 from prime_rl.data.samples import NOT_SAMPLED, MicroBatch, TrainingBatch
-from prime_rl.trainer.streams import DeviceBatch, LoggedBatches
+from prime_rl.errors import DataError
+from prime_rl.trainer.streams import DeviceBatch, LoggedBatches, PreparedBatches
 
 
 def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
@@ -66,9 +71,57 @@ def test_batches_pass_unchanged_while_the_first_sequence_of_each_is_logged(model
     )
 
     class Source:
-        def next(self, step: int, idle=None) -> TrainingBatch:
+        def wait(self, step: int, idle) -> None:
+            waited.append((step, idle))
+
+        def next(self, step: int) -> TrainingBatch:
             return batch
 
+    waited: list = []
+    logged = LoggedBatches(Source(), tokenizer)
+    logged.wait(7, print)
     with caplog.at_level("INFO", logger="prime_rl"):
-        assert LoggedBatches(Source(), tokenizer).next(7) is batch
+        assert logged.next(7) is batch
+    assert waited == [(7, print)]
     assert caplog.messages == ["Batch 7 begins with 'first'"]
+
+
+class Made:
+    """Makes batches on demand, in order; notes which thread asked. Step 2 fails."""
+
+    def __init__(self, make_batch) -> None:
+        self.make_batch = make_batch
+        self.steps: list[int] = []
+        self.threads: set[str] = set()
+
+    def wait(self, step: int, idle) -> None:
+        raise AssertionError("nobody is waited for")
+
+    def next(self, step: int) -> TrainingBatch:
+        self.steps.append(step)
+        self.threads.add(threading.current_thread().name)
+        if step == 2:
+            raise DataError("row 17 is malformed")
+        return self.make_batch(step, seed=step)
+
+
+def test_the_next_batch_is_made_while_the_last_is_trained_on(make_batch):
+    made = Made(make_batch)
+    source = PreparedBatches(made, num_steps=2)
+    source.wait(0, print)
+    assert source.next(0) == make_batch(0, seed=0)
+    deadline = time.monotonic() + 30
+    while made.steps != [0, 1]:
+        assert time.monotonic() < deadline, "batch 1 was not made ahead"
+        time.sleep(0.001)
+    assert source.next(1) == make_batch(1, seed=1)
+    assert made.steps == [0, 1]  # the run has no step 2
+    assert made.threads == {"batches_0"}
+
+
+def test_an_error_comes_with_the_step_it_belongs_to(make_batch):
+    source = PreparedBatches(Made(make_batch), num_steps=None)
+    source.next(0)
+    source.next(1)
+    with pytest.raises(DataError, match="row 17"):
+        source.next(2)

@@ -38,7 +38,7 @@ def test_a_batch_read_back_equals_the_batch_written(tmp_path):
     written = batch()
     final = BatchWriter(tmp_path).write(written)
     assert final == tmp_path / "step_3"
-    read = BatchReader(tmp_path).wait(3, timeout=5)
+    read = BatchReader(tmp_path).read(3, timeout=5)
     assert read == written
     assert read.micro_batches[0].input_ids.dtype == np.int32
     assert read.micro_batches[0].input_ids.flags.writeable
@@ -66,19 +66,19 @@ def test_arrays_travel_little_endian_whatever_their_memory_layout():
 def test_the_reader_waits_for_the_writer(tmp_path):
     timer = threading.Timer(0.1, BatchWriter(tmp_path).write, args=[batch(0)])
     timer.start()
-    assert BatchReader(tmp_path).wait(0, timeout=30, poll=0.01) == batch(0)
+    assert BatchReader(tmp_path).read(0, timeout=30, poll=0.01) == batch(0)
     timer.join()
 
 
 def test_a_wait_that_ends_says_what_it_waited_for(tmp_path):
     with pytest.raises(DeadlineExceeded, match=r"no batch for step 4 appeared in .* within 0.02 s; .*batch_timeout"):
-        BatchReader(tmp_path).wait(4, timeout=0.02, poll=0.005)
+        BatchReader(tmp_path).read(4, timeout=0.02, poll=0.005)
 
 
 def test_a_long_wait_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(batches, "_NOTICE_INTERVAL_S", 0.01)
     with caplog.at_level("INFO", logger="prime_rl"), pytest.raises(DeadlineExceeded):
-        BatchReader(tmp_path).wait(4, timeout=0.05, poll=0.005)
+        BatchReader(tmp_path).read(4, timeout=0.05, poll=0.005)
     assert "Waiting for batch 4" in caplog.text
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_batch_is_refused_by_name(tmp_path, damage):
     else:
         path.unlink()
     with pytest.raises(ArtifactError, match=r"step_3/batch\.msgpack"):
-        BatchReader(tmp_path).wait(3, timeout=5)
+        BatchReader(tmp_path).read(3, timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_sound_file_that_holds_no_valid_batch_is_refused_by_name(tmp_path, con
     with publish_dir(tmp_path / "step_3") as directory:
         (directory / "batch.msgpack").write_bytes(content)
     with pytest.raises(ArtifactError, match=r"step_3/batch\.msgpack does not hold a valid batch"):
-        BatchReader(tmp_path).wait(3, timeout=5)
+        BatchReader(tmp_path).read(3, timeout=5)
 
 
 def test_a_batch_of_another_step_is_refused(tmp_path):
     with publish_dir(tmp_path / "step_3") as directory:
         (directory / "batch.msgpack").write_bytes(encode(batch(4)))
     with pytest.raises(ArtifactError, match="holds batch 4, not batch 3"):
-        BatchReader(tmp_path).wait(3, timeout=5)
+        BatchReader(tmp_path).read(3, timeout=5)
 
 
 def test_the_wire_form_is_plain_msgpack():
@@ -137,5 +137,8 @@ def test_who_waits_can_do_something_meanwhile(tmp_path):
         if len(calls) == 3:
             BatchWriter(tmp_path).write(batch(0))
 
-    assert BatchReader(tmp_path).wait(0, timeout=30, poll=0.001, idle=idle) == batch(0)
+    reader = BatchReader(tmp_path)
+    reader.wait(0, timeout=30, poll=0.001, idle=idle)
+    assert len(calls) == 3
+    assert reader.read(0, timeout=0) == batch(0)
     assert calls == [0, 1, 2]

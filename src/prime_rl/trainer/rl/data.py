@@ -18,9 +18,13 @@ class RolloutBatches:
         self._reader = reader
         self._timeout = timeout
 
-    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
-        """Raises: DeadlineExceeded when the batch does not come; ArtifactError when it is damaged."""
-        return self._reader.wait(step, self._timeout, idle=idle)
+    def wait(self, step: int, idle: Callable[[], None]) -> None:
+        """Raises: DeadlineExceeded when the batch does not come."""
+        self._reader.wait(step, self._timeout, idle=idle)
+
+    def next(self, step: int) -> TrainingBatch:
+        """Raises: ArtifactError when the batch is damaged; DeadlineExceeded when another machine does not see it."""
+        return self._reader.read(step, self._timeout)
 
 
 class FakeBatches:
@@ -44,7 +48,10 @@ class FakeBatches:
         """Tokens of the longest micro-batch that may come."""
         return self._config.micro_batch_size * self._seq_len
 
-    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
+    def wait(self, step: int, idle: Callable[[], None]) -> None:
+        """Nothing to wait for."""
+
+    def next(self, step: int) -> TrainingBatch:
         rng = np.random.default_rng([self._seed, step if self._config.generate_samples else 0])
         samples = [self._sample(number, rng) for number in range(self._config.batch_size)]
         return build_batch(samples, step=step, seq_len=self.max_row_tokens)

@@ -10,6 +10,7 @@ from prime_rl.models.hf import load_config, resolve_model, resolve_tokenizer
 from prime_rl.trainer.build import Inputs, train
 from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
 from prime_rl.trainer.sft.loss import sft_loss
+from prime_rl.trainer.streams import PreparedBatches
 
 
 def train_sft(config: SFTConfig) -> None:
@@ -22,14 +23,14 @@ def train_sft(config: SFTConfig) -> None:
     directory = resolve_model(config.model.name)
     tokenizer = resolve_tokenizer(config.tokenizer.name) if config.tokenizer.name else directory
     examples = _examples(config, directory, tokenizer)
-    batches = PackedExamples(examples, config.data, micro_batch_tokens=config.model.seq_len)
+    packed = PackedExamples(examples, config.data, micro_batch_tokens=config.model.seq_len)
     inputs = Inputs(
         directory=directory,
         tokenizer=tokenizer,
-        batches=batches,
+        batches=PreparedBatches(packed, num_steps=config.max_steps),
         loss=sft_loss,
         keep_last=None,
-        max_row_tokens=max(config.model.seq_len, batches.max_row_tokens),
+        max_row_tokens=max(config.model.seq_len, packed.max_row_tokens),
     )
     train(config, inputs)
 

@@ -233,7 +233,10 @@ class PackedExamples:
         """Tokens of the longest micro-batch that may come."""
         return self._rows_per_micro_batch * self._config.seq_len
 
-    def next(self, step: int, idle: Callable[[], None] | None = None) -> TrainingBatch:
+    def wait(self, step: int, idle: Callable[[], None]) -> None:
+        """Nothing to wait for."""
+
+    def next(self, step: int) -> TrainingBatch:
         """The next batch; calls must come in the order of steps. Raises: whatever `examples` raise."""
         packed = self._pack_rows()
         size = self._rows_per_micro_batch

@@ -14,6 +14,7 @@ def test_batches_come_in_the_order_of_steps(tmp_path, make_batch):
     for batch in written:
         BatchWriter(tmp_path).write(batch)
     source = RolloutBatches(BatchReader(tmp_path), timeout=5)
+    source.wait(0, print)
     assert [source.next(0), source.next(1)] == written
 
 
@@ -21,6 +22,8 @@ def test_the_wait_for_a_batch_has_an_end(tmp_path):
     source = RolloutBatches(BatchReader(tmp_path), timeout=0.01)
     with pytest.raises(DeadlineExceeded, match="no batch for step 0"):
         source.next(0)
+    with pytest.raises(DeadlineExceeded, match="no batch for step 0"):
+        source.wait(0, lambda: None)
 
 
 def fake(*, seed: int = 0, **fields) -> FakeBatches:
