@@ -43,7 +43,7 @@ from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator.orchestrator import build_policy
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.paths import RunPaths
-from prime_rl.view.bench import aligned
+from prime_rl.monitors.tables import aligned
 
 PROMPT_TOKENS = 64
 WINDOW_S = 3.0

@@ -28,7 +28,7 @@ from http_load import Workload
 from models import DTYPES, SHAPES, make_model
 from sides import Http, Offline, Setting, Side
 
-from prime_rl.view.bench import aligned
+from prime_rl.monitors.tables import aligned
 
 SIDES = ("embedded", "vllm", "stock")
 Runs = Mapping[str, Sequence[Mapping[str, float]]]

@@ -25,7 +25,7 @@ from inference import machine, num_gpus
 from models import DTYPES, SHAPES, make_model
 from sides import Server, Setting
 
-from prime_rl.view.bench import aligned
+from prime_rl.monitors.tables import aligned
 
 TRAINER_TIMEOUT_S = 400.0
 ROW_TOKENS = 8192

@@ -87,8 +87,8 @@ def _rl_bench(config: "RLConfig") -> None:
     from prime_rl.launch.local import Stopped, run_local, this_machine
     from prime_rl.launch.plan import plan_rl
     from prime_rl.monitors.base import read_metrics
+    from prime_rl.monitors.tables import GENERATION, TRAINING, TRAINING_NOTE, mean_of, table
     from prime_rl.paths import RunPaths, claim_run_dir
-    from prime_rl.view.bench import GENERATION, TRAINING, mean_of, table
 
     specs = plan_rl(config, this_machine(os.environ))
     directory = bench_dir(config.output_dir)
@@ -107,7 +107,10 @@ def _rl_bench(config: "RLConfig") -> None:
         sys.exit(130)
     finally:
         shutil.rmtree(paths.weights, ignore_errors=True)  # nobody will read them
-    print(f"\n{table('training', read_metrics(paths.metrics('trainer')), TRAINING)}")
+    measured = trainer.bench
+    assert measured is not None
+    rows = read_metrics(paths.metrics("trainer"))
+    print(f"\n{table('training', rows, TRAINING, num_warm_up=measured.warm_up)}\n\n{TRAINING_NOTE}")
 
 
 def sft(argv: Sequence[str] | None = None) -> None:
@@ -152,9 +155,9 @@ def _orchestrator_bench(config: "OrchestratorConfig") -> None:
     from prime_rl.config.bench import generation_bench
     from prime_rl.config.command import begin
     from prime_rl.monitors.base import read_metrics
+    from prime_rl.monitors.tables import GENERATION, table
     from prime_rl.orchestrator.orchestrator import run
     from prime_rl.paths import RunPaths
-    from prime_rl.view.bench import GENERATION, table
 
     config = generation_bench(config)
     metrics = RunPaths(config.output_dir).metrics("orchestrator")

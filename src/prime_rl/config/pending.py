@@ -18,13 +18,11 @@ SHARDED = "the trainer on several GPUs"
 SPEED = "the trainer's memory and speed options"
 ALGORITHMS = "the full set of losses, optimizers and advantages"
 VLLM = "the vLLM backend"
-LORA = "LoRA"
 HF_CODE = "models of other architectures"
 ORCHESTRATOR = "the full orchestrator"
 ONLINE_EVAL = "evaluation during training"
 CHECKPOINTS = "checkpoints and resume"
 MONITORS = "monitors"
-BENCHMARKS = "benchmarks of a configuration"
 EVALUATION = "the full evaluation"
 SFT_DATA = "the full SFT data pipeline"
 TENANTS = "several runs that share a trainer"
@@ -67,7 +65,6 @@ PENDING: dict[str, Pending] = {
         ],
         Pending(EXPERTS),
     ),
-    "TrainerModelConfig.lora": Pending(LORA),
     **dict.fromkeys(
         [
             *("PolicyModelConfig.lora", "OrchestratorConfig.optim", "TrainerConfig.max_concurrent_runs"),
@@ -111,7 +108,6 @@ PENDING: dict[str, Pending] = {
         ],
         Pending(MONITORS),
     ),
-    **dict.fromkeys(["_BaseTrainerConfig.bench"], Pending(BENCHMARKS)),
     **dict.fromkeys(
         [
             *("SFTDataConfig.subsets", "SFTDataConfig.probabilities", "SFTDataConfig.stopping_strategy"),

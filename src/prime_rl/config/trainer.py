@@ -275,10 +275,23 @@ SchedulerConfig = Annotated[
 
 
 class BenchConfig(BaseConfig):
-    """Four steps, the first to warm up, then a table of step time, tokens/s, MFU and memory."""
+    """Measures a few steps and prints a table of step time, tokens/s, MFU and memory. Nothing that it writes stays but
+    metrics, in `bench` below the run directory; without `data.fake`, RL is measured on made-up batches of its own."""
+
+    steps: int = Field(default=4, ge=2)
+    """Steps that are made."""
+
+    warm_up: int = Field(default=1, ge=1)
+    """Of these, the first ones, which are shown and not counted."""
 
     output_json: Path | None = None
-    """File that the table is written to as well. None: none."""
+    """File that every step, and mean and median of those that count, are written to as well. None: none."""
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> Any:
+        if self.warm_up >= self.steps:
+            raise Conflict("all steps are for warming up, so none counts; raise steps", "steps", "warm_up")
+        return self
 
 
 class DebugConfig(BaseConfig):
@@ -325,7 +338,8 @@ class _BaseTrainerConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
-        if self.trace_path is not None and (self.max_steps is None or self.max_steps >= 10):
+        num_steps = self.max_steps if self.bench is None else self.bench.steps
+        if self.trace_path is not None and (num_steps is None or num_steps >= 10):
             raise Conflict("trace_path writes a large file a step: set max_steps below 10", "trace_path", "max_steps")
         if isinstance(self.optim, MuonConfig) and self.model.fsdp_cpu_offload:
             raise Conflict(
@@ -424,6 +438,16 @@ class TrainerConfig(_BaseTrainerConfig):
     """Whether a mixture-of-experts layer takes the experts that the server took (`enable_return_routed_experts`)."""
 
     @model_validator(mode="after")
+    def _adapters_are_files(self) -> Any:
+        if self.model.lora is not None and self.weight_broadcast.type == "nccl":
+            raise Conflict(
+                "adapters reach the servers as files, in milliseconds: set weight_broadcast.type to filesystem or auto",
+                "weight_broadcast.type",
+                "model.lora",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_tokenizer(self) -> Any:
         if self.tokenizer.name not in (None, self.model.name):
             raise Conflict(
@@ -436,16 +460,6 @@ class TrainerConfig(_BaseTrainerConfig):
 
 class LossMaskConfig(BaseConfig):
     """Whose tokens are trained on."""
-
-    @model_validator(mode="after")
-    def _adapters_are_files(self) -> Any:
-        if self.model.lora is not None and self.weight_broadcast.type == "nccl":
-            raise Conflict(
-                "adapters reach the servers as files, in milliseconds: set weight_broadcast.type to filesystem or auto",
-                "weight_broadcast.type",
-                "model.lora",
-            )
-        return self
 
     system: bool = False
     user: bool = False

@@ -2,7 +2,7 @@
 
 Batches are made at the run's own concurrency, as if the trainer took no time, and nobody gets them: weights stay as
 they are, and nothing is written but metrics, into `<output_dir>/bench` (`config.bench`). The table of them is
-`view.bench`.
+`monitors.tables`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from prime_rl.config.bench import measured
 from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, this_rank
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.errors import PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.paths import check_run_dir, claim_run_dir
+from prime_rl.trainer import bench
 
 Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
 
@@ -37,14 +39,20 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
     """
 
     def work(config: Config) -> None:
-        if isinstance(config, SFTConfig) and is_first_rank():  # the trainer shares its directory with an orchestrator
+        if config.bench is not None:
+            config = measured(config)
+        if is_first_rank() and config.bench is not None:
+            bench.clear(config)
+        elif isinstance(config, SFTConfig) and is_first_rank():  # the trainer shares its directory with an orchestrator
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
-        with _one_rank_tells(name, is_debug=config.log.level == "debug"):
+        with _one_rank_tells(name, is_debug=config.log.level == "debug"), _full_memory_in_words():
             run(config)
+            if config.bench is not None and is_first_rank():
+                print(f"\n{bench.report(name, config)}", flush=True)
 
     def files(config: Config) -> Files:
-        if isinstance(config, SFTConfig):
+        if isinstance(config, SFTConfig) and config.bench is None:
             check_run_dir(config.output_dir, clean=config.clean)
         return {name: config}
 
@@ -78,6 +86,22 @@ def _one_rank_tells(name: str, *, is_debug: bool) -> Iterator[None]:
         os._exit(1)
 
 
+@contextmanager
+def _full_memory_in_words() -> Iterator[None]:
+    """Raises: PrimeRLError where torch found no more memory on the GPU."""
+    try:
+        yield
+    except Exception as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise PrimeRLError(
+            "the GPU's memory is full. What takes less: a lower model.seq_len; [model.ac], which computes activations "
+            "again; model.optimization_dtype = bfloat16; model.optim_cpu_offload; more GPUs. What the steps before "
+            f"took is perf/peak_memory_gib in the metrics file. torch said: {error}"
+        ) from error
+
+
 def _lost_others(error: Exception) -> str | None:
     """What to say where a collective has failed, which it does when another rank is gone; None for other errors."""
     torch = sys.modules.get("torch")
@@ -98,11 +122,3 @@ def _tell_torchrun(reason: str) -> None:
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with open(file, "w", encoding="utf-8") as opened:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, opened)
-
-
-def refuse_several_processes() -> None:
-    """Raises: ConfigError where this is one of several ranks."""
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"the trainer runs as one process in this version, not as {world_size}: drop --nproc-per-node"
-        )

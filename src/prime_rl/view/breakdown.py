@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from prime_rl.view.bench import Column, Row, aligned, metric
+from prime_rl.monitors.tables import Column, Row, aligned, metric
 
 TRAINER: Final = (
     metric("trainer s", "time/step", ".2f"),

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import prime_rl
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
+from prime_rl.trainer.script import main
 
 TRAINER = Path(prime_rl.__file__).parent / "trainer"
 RL, SFT = TRAINER / "rl" / "train.py", TRAINER / "sft" / "train.py"
@@ -146,6 +148,18 @@ def test_a_real_start_trains_logs_and_records_under_the_command_s_name(start, tm
     assert [row["step"] for row in read_metrics(paths.metrics("trainer"))] == [0, 1]
     assert load(SFTConfig, ["@", str(paths.config("sft"))], {}).max_steps == 2
     assert '"message": "Step 1 | Time: ' in paths.log("sft").read_text()
+
+
+def test_full_memory_of_a_gpu_is_answered_with_what_takes_less(tmp_path, monkeypatch):
+    def run(config: TrainerConfig) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prime_rl.trainer.script.begin", lambda name, config: None)
+    with pytest.raises(
+        SystemExit, match=r"trainer: the GPU's memory is full\..*model\.ac.*Tried to allocate 20\.00 GiB"
+    ):
+        main("trainer", TrainerConfig, run, ["--max-steps", "1"])
 
 
 def test_a_used_directory_is_refused_or_cleaned(start, tmp_path):

@@ -1,4 +1,4 @@
-"""The tables of `--bench`: a line a step, then mean, standard deviation, least and most of all steps but the first.
+"""Tables of metrics, as `--bench` prints them: a line a step, then statistics of the steps that count.
 
 Everything shown is read from metrics files.
 """
@@ -11,7 +11,7 @@ from typing import Final
 Row = Mapping[str, float | None]
 
 NUM_WARM_UP: Final = 1
-"""Steps at the beginning that are shown and not counted."""
+"""Steps at the beginning that are shown and not counted, unless a benchmark says otherwise."""
 
 STATISTICS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "mean": fmean,
@@ -57,23 +57,32 @@ GENERATION: Final = (
 """Of the orchestrator; latencies are those of whole rollouts, scoring included."""
 
 TRAINING: Final = (
-    metric("step s", "time/step", ".2f"),
+    metric("step s", "time/step", ".3f"),
     metric("tok/s", "perf/throughput", ",.0f"),
     metric("MFU %", "perf/mfu", ".1f"),
+    metric("MFU' %", "perf/mfu_published", ".1f"),
+    metric("compute s", "time/forward_backward", ".3f"),
+    metric("tok/s", "perf/throughput_compute", ",.0f"),
+    metric("MFU %", "perf/mfu_compute", ".1f"),
+    metric("MFU' %", "perf/mfu_published_compute", ".1f"),
+    metric("publish s", "time/publish", ".3f"),
     metric("peak GiB", "perf/peak_memory_gib", ".2f"),
-    metric("fwd+bwd s", "time/forward_backward", ".2f"),
-    metric("publish s", "time/publish", ".2f"),
 )
-"""Of the trainer. MFU is known for GPUs whose peak is."""
+"""Of the trainer: the whole step, then its computation alone. MFU is known for GPUs whose peak is."""
+
+TRAINING_NOTE: Final = """\
+step: the whole loop, with the wait for a batch and the publication of weights. compute: forward, backward, optimizer.
+MFU: causal attention, head on tokens in the loss. MFU': PRIME-RL's formula, all pairs of a row and head on all tokens.
+Neither counts what is computed a second time. Peak: of the GPU's allocator; on a CPU, of the process."""
 
 
-def table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def table(title: str, rows: Sequence[Row], columns: Sequence[Column], *, num_warm_up: int = NUM_WARM_UP) -> str:
     """The lines of one table. A metric that a row does not have is a dash."""
     lines = [[title, *(column.header for column in columns)]]
     for number, row in enumerate(rows):
-        name = f"step {number}" + (" (warm-up)" if number < NUM_WARM_UP else "")
+        name = f"step {number}" + (" (warm-up)" if number < num_warm_up else "")
         lines.append([name, *(_shown(column.value(row), column.form) for column in columns)])
-    counted = [_counted(rows, column) for column in columns]
+    counted = [_counted(rows[num_warm_up:], column) for column in columns]
     for name, statistic in STATISTICS.items():
         shown = (
             _shown(statistic(values) if values else None, c.form) for values, c in zip(counted, columns, strict=True)
@@ -97,7 +106,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _counted(rows: Sequence[Row], column: Column) -> list[float]:
-    return [value for row in rows[NUM_WARM_UP:] if (value := column.value(row)) is not None]
+    return [value for row in rows if (value := column.value(row)) is not None]
 
 
 def _shown(value: float | None, form: str) -> str:

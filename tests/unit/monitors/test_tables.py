@@ -1,6 +1,6 @@
 import pytest
 
-from prime_rl.view.bench import GENERATION, TRAINING, aligned, mean_of, metric, table
+from prime_rl.monitors.tables import GENERATION, TRAINING, aligned, mean_of, metric, table
 
 ROWS = [{"step": 0.0, "time/step": 9.0}, {"step": 1.0, "time/step": 2.0}, {"step": 2.0, "time/step": 4.0}]
 
@@ -12,11 +12,17 @@ def test_the_first_step_is_shown_and_not_counted():
     assert [line.split()[0] for line in lines[4:]] == ["mean", "std", "min", "max"]
 
 
+def test_more_steps_may_warm_up():
+    lines = table("t", ROWS, [metric("step s", "time/step", ".2f")], num_warm_up=2).splitlines()
+    assert [line.split()[-1] for line in lines[4:]] == ["4.00", "0.00", "4.00", "4.00"]
+    assert sum("(warm-up)" in line for line in lines) == 2
+
+
 def test_a_metric_that_no_step_has_is_a_dash():
     text = table("training", ROWS, TRAINING)
     header, *lines = text.splitlines()
-    at = header.index("MFU %") + len("MFU %") - 1
-    assert {line[at] for line in lines} == {"-"}
+    ends = [header.index(name) + len(name) - 1 for name in ("MFU %", "MFU' %")]
+    assert {line[at] for line in lines for at in ends} == {"-"}
 
 
 def test_failures_of_all_kinds_are_added_up():
