@@ -298,9 +298,10 @@ def _fit_parallelism_to_gpus(values: Values) -> None:
 
 
 def _serve_adapter(values: Values) -> None:
-    """A server of an adapter that is trained must be able to load it."""
+    """A server of an adapter that is trained must be able to load it; beside whole modules it gets no adapters."""
     lora = ("trainer", "model", "lora")
-    if not (_is_on(values, "trainer.model.lora") and _is_on(values, "inference")):
+    has_adapter = _is_on(values, "trainer.model.lora") and not values.get((*lora, "modules_to_save"))
+    if not (has_adapter and _is_on(values, "inference")):
         return
     rank = values.get((*lora, "rank"), default=LoRAConfig.model_fields["rank"].default)
     if values.get(("inference", "enable_lora")) is None:

@@ -35,6 +35,7 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     is_apart = bool(inference_ids) and not set(inference_ids) & set(trainer_ids)
     is_vllm = config.inference is not None and uses_vllm(config.inference, machine, inference_ids)
     over_nccl = is_apart and is_vllm and machine.has_vllm and config.trainer.device != "cpu"
+    over_nccl = over_nccl and config.trainer.model.lora is None  # adapters are files, of megabytes
     if isinstance(config.trainer.weight_broadcast, NCCLBroadcastConfig) and is_known:
         _check_nccl(config, machine, inference_ids, trainer_ids)
     serving = Serving(client=config.orchestrator.client)

@@ -93,7 +93,7 @@ def test_a_key_of_a_section_that_is_off_has_no_value_and_still_its_documentation
     lines = explained(TrainerConfig, "model.lora.rank", "--no-model.lora")
     assert lines[0] == "model.lora.rank has no value: model.lora is off (--no-model.lora)"
     assert "--model.lora" in lines[1]
-    assert lines[2:4] == ["  type: INT >= 1, default 16", "  Rank of an adapter."]
+    assert lines[2:4] == ["  type: INT >= 1, default 16", "  Rank of an adapter. vLLM serves ranks up to 512."]
 
 
 def test_a_key_of_another_type_of_its_section_names_that_type():
@@ -149,8 +149,8 @@ def test_a_key_of_a_free_table():
     ("root", "key", "argv", "note"),
     [
         (TrainerConfig, "model.ep", [], "other values come with mixtures of experts and context parallelism"),
-        (TrainerConfig, "model.lora", [], "comes with LoRA"),
-        (TrainerConfig, "model.lora.rank", ["--model.lora"], "comes with LoRA"),
+        (TrainerConfig, "heartbeat", [], "comes with monitors"),
+        (TrainerConfig, "wandb.project", ["--wandb"], "comes with monitors"),
         (TrainerConfig, "optim.mu", [], "comes with the full set of losses, optimizers and advantages"),
         (TrainerConfig, "optim", ["--optim.type", "muon"], "comes with the full set of losses"),
     ],

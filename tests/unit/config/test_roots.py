@@ -123,6 +123,17 @@ def test_an_adapter_that_is_trained_can_be_served():
     assert config.inference.max_lora_rank == 16
 
 
+def test_beside_whole_modules_servers_are_given_no_adapters():
+    config = rl("--trainer.model.lora.modules-to-save", "norm", "--inference")
+    assert not config.inference.enable_lora
+
+
+def test_adapters_are_not_sent_over_nccl():
+    assert "adapters reach the servers as files" in complaint(
+        RLConfig, "--trainer.model.lora.rank", "8", "--weight-broadcast.type", "nccl"
+    )
+
+
 def test_weights_over_nccl_know_the_size_of_the_server():
     config = rl(
         "--weight-broadcast.type", "nccl", "--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "2", "--inference"

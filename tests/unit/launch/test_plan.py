@@ -223,6 +223,7 @@ AUTO = ("--inference", "--weight-broadcast.type", "auto")
         pytest.param((), FOUR, "filesystem", id="the embedded engine"),
         pytest.param(("--trainer-gpu-ids", "0"), FOUR_VLLM, "filesystem", id="on one GPU"),
         pytest.param((), LAPTOP, "filesystem", id="no GPUs"),
+        pytest.param(("--trainer.model.lora.rank", "8"), FOUR_VLLM, "filesystem", id="adapters"),
     ],
 )
 def test_weights_go_over_nccl_where_they_can(argv, machine, expected):
