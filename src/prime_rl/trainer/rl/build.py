@@ -31,7 +31,7 @@ def train_rl(config: TrainerConfig) -> None:
     if (fake := config.data.fake) is not None:
         vocab_size = load_config(directory).vocab_size
         batches = FakeBatches(fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed)
-        longest = max(longest, batches.max_row_tokens)
+        longest = batches.max_row_tokens
     inputs = Inputs(
         directory=directory,
         tokenizer=directory,

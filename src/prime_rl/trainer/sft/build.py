@@ -30,7 +30,7 @@ def train_sft(config: SFTConfig) -> None:
         batches=PreparedBatches(packed, num_steps=config.max_steps),
         loss=sft_loss,
         keep_last=None,
-        max_row_tokens=max(config.model.seq_len, packed.max_row_tokens),
+        max_row_tokens=packed.max_row_tokens,
     )
     train(config, inputs)
 
