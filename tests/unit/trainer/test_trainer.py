@@ -200,6 +200,50 @@ def test_a_gradient_that_is_not_finite_stops_too(decoder, make_batch):
     assert publisher.published == []
 
 
+def test_weights_that_are_not_finite_are_named(decoder, make_batch):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        decoder.get_parameter(name)[0, 0] = math.nan
+    built, _, _ = trainer(decoder, make_batch(0))
+    with pytest.raises(PrimeRLError, match=rf"step 0: .* not finite, {name} first: the model directory holds such"):
+        built.run()
+
+
+def test_a_batch_of_equal_rewards_is_said_to_teach_nothing(decoder, make_batch, caplog):
+    batch = make_batch(0)
+    rows = [msgspec.structs.replace(row, advantages=np.zeros_like(row.advantages)) for row in batch.micro_batches]
+    built, publisher, monitor = trainer(decoder, msgspec.structs.replace(batch, micro_batches=rows))
+    built.run()
+    assert "Step 0: every advantage of the batch is 0" in caplog.text
+    assert len(publisher.published) == 1
+    assert monitor.rows[0][1]["optim/grad_norm"] > 0  # of the loss's pull to the policy that sampled
+
+
+def test_a_gradient_of_zero_is_said_to_come_from_the_loss(decoder, make_batch, caplog):
+    built, _, monitor = trainer(
+        decoder,
+        make_batch(0),
+        loss=lambda streams: LossOutput(sums={"rl": 0 * streams.logprobs_N.sum()}, metrics_N={}),
+    )
+    built.run()
+    assert monitor.rows[0][1]["optim/grad_norm"] == 0
+    assert "Step 0: the gradient is exactly 0" in caplog.text
+    assert "the loss does not depend on what is trained" in caplog.text
+
+
+def test_an_entropy_that_is_nan_is_told_though_the_loss_is_finite(decoder, make_batch, caplog):
+    def loss(streams):
+        return LossOutput(
+            sums={"rl": -streams.logprobs_N.sum()},
+            metrics_N={"entropy": torch.full_like(streams.entropies_N, math.nan)},
+        )
+
+    built, publisher, _ = trainer(decoder, make_batch(0), loss=loss)
+    built.run()
+    assert "Step 0: the entropy of a token is NaN" in caplog.text
+    assert len(publisher.published) == 1
+
+
 def test_tokens_of_another_vocabulary_are_refused(decoder, make_batch):
     batch = make_batch(0)
     row = batch.micro_batches[0]
