@@ -18,6 +18,7 @@ from tests.integration.conftest import ROOT
 UNIT = "tests/unit"
 NCCL = ("host", "port", "timeout", "inference_world_size")
 ALWAYS = "test_what_the_server_cannot_do_without_is_always_there"
+CUSTOM = "test_a_function_of_the_users_is_the_policy_gradient"
 SENDER = "test_the_sender_meets_the_servers_where_and_as_long_as_is_configured"
 JOINS = "test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_the_gpus"
 TESTED = {
@@ -34,6 +35,20 @@ TESTED = {
     # only over NCCL
     **{f"trainer weight_broadcast.{key}": f"{UNIT}/trainer/rl/test_train.py::{SENDER}" for key in NCCL},
     **{f"orchestrator weight_broadcast.{key}": f"{UNIT}/orchestrator/test_broadcasts.py::{JOINS}" for key in NCCL},
+    # every run here has the default loss, and no batch has a reference
+    **{
+        f"trainer loss.{key}": f"{UNIT}/trainer/rl/test_loss_policy.py::test_every_key_of_a_loss_changes_it"
+        for key in (
+            *("adv_tau", "kl_tau", "teacher_tau", "token_mask_low", "token_mask_high", "geo_mask_low"),
+            *("geo_mask_high", "sequence_mask_low", "sequence_mask_high", "ratio_type", "tis_cap"),
+            *("sequence_clip_high", "ipo_threshold", "clip_ratio", "clip_low", "clip_high"),
+        )
+    },
+    **{f"trainer loss.{key}": f"{UNIT}/trainer/rl/test_loss_custom.py::{CUSTOM}" for key in ("import_path", "kwargs")},
+    **{
+        f"trainer ref_kl.{key}": f"{UNIT}/trainer/rl/test_loss.py::test_every_key_of_ref_kl_changes_its_stream"
+        for key in ("mask_low", "mask_high", "kl_tau")
+    },
     # read before the orchestrator starts: a batch has a rollout for each
     "orchestrator num_train_workers": (
         f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.config.trainer import LossConfig
+from prime_rl.config.algorithms import GSPOLossConfig, IPOLossConfig, LossConfig, PolicyLossConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.decoder import Decoder, DecoderConfig
@@ -50,14 +50,26 @@ def sample(rng: np.random.Generator, length: int) -> TrainingSample:
     )
 
 
-def run(model: Decoder, batch: TrainingBatch) -> tuple[BatchLoss, dict[str, torch.Tensor]]:
+def run(
+    model: Decoder, batch: TrainingBatch, loss: PolicyLossConfig | None = None
+) -> tuple[BatchLoss, dict[str, torch.Tensor]]:
     model.zero_grad()
-    result = accumulate_gradients(ComputeModel(Scorer(model), torch.float32), build_loss(LossConfig(kl_tau=0.1)), batch)
+    function = build_loss(loss or LossConfig(kl_tau=0.1))
+    result = accumulate_gradients(ComputeModel(Scorer(model), torch.float32), function, batch)
     return result, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_a_packed_row_equals_its_sequences_alone(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "loss"),
+    [
+        ("llama", None),
+        ("qwen2", None),
+        ("qwen3", None),
+        ("qwen3", GSPOLossConfig(clip_low=0.9, clip_high=0.5, kl_tau=0.1)),
+        ("qwen3", IPOLossConfig(ratio_type="sequence", ipo_threshold=1.0, geo_mask_low=0.02, sequence_mask_high=0.9)),
+    ],
+)
+def test_a_packed_row_equals_its_sequences_alone(model_type, loss):
     rng = np.random.default_rng(0)
     samples = [sample(rng, length) for length in (31, 2, 17, 16, 9, 30, 3)]
     packed = build_batch(samples, step=0, seq_len=108)
@@ -72,8 +84,8 @@ def test_a_packed_row_equals_its_sequences_alone(model_type):
     )
     assert [len(row.seq_lens) for row in packed.micro_batches] == [7]
     model = build(model_type)
-    expected, expected_gradients = run(model, alone)
-    found, found_gradients = run(model, packed)
+    expected, expected_gradients = run(model, alone, loss)
+    found, found_gradients = run(model, packed, loss)
     assert found.per_micro_batch[0] == pytest.approx(math.fsum(expected.per_micro_batch), rel=1e-5)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
     for name, gradient in expected_gradients.items():

@@ -1,10 +1,14 @@
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.trainer.rl.loss import build_loss
+
+DOCUMENTATION = Path(__file__).parents[4] / "docs" / "losses.md"
 
 MODULE = '''
 import torch
@@ -55,15 +59,16 @@ def custom(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text(MODULE)
     (tmp_path / "broken_losses.py").write_text("import not_there_at_all\n")
     (tmp_path / "raising_losses.py").write_text("1 / 0\n")
-    yield lambda path, **kwargs: CustomLossConfig(import_path=path, kwargs=kwargs)
+    yield lambda import_path, **kwargs: CustomLossConfig(import_path=import_path, kwargs=kwargs)
     for name in ("my_losses", "broken_losses", "raising_losses"):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("path", ["my_losses.reinforce", "my_losses:reinforce"])
-def test_a_function_of_the_users_is_the_policy_gradient(custom, make_streams, path):
+@pytest.mark.parametrize("import_path", ["my_losses.reinforce", "my_losses:reinforce"])
+def test_a_function_of_the_users_is_the_policy_gradient(custom, make_streams, import_path):
     streams = make_streams([0.2, 0.5], [0.1, 0.5], [1.0, 3.0], ce_weights=[0.0, 1.0])
-    output = build_loss(custom(path, scale=2.0))(streams)
+    kwargs = {"scale": 2.0}
+    output = build_loss(custom(import_path, **kwargs))(streams)
     output.sums["rl"].backward(retain_graph=True)
     assert streams.logprobs_N.grad.tolist() == pytest.approx([-4, -6])
     assert output.sums["ce"].item() == pytest.approx(0.6931, rel=1e-3)  # the other streams are as ever
@@ -144,3 +149,14 @@ def test_what_goes_wrong_in_it_is_told_in_words(custom, make_streams, name, mess
 def test_a_failure_names_the_line(custom, make_streams):
     with pytest.raises(PrimeRLError, match=r"my_losses.py:\d+"):
         build_loss(custom("my_losses.fails"))(make_streams([0.5]))
+
+
+def test_the_example_of_the_documentation_does_what_it_says(custom, make_streams, tmp_path):
+    (example,) = re.findall(r"```python\n# my_losses.py\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(example)
+    loss = build_loss(custom("my_losses.reinforce", cap=2.0, entropy_bonus=0.1))
+    streams = make_streams([0.2, 0.4, 0.9], [0.1, 0.1, 0.1], [1.0, -1.0, 2.0], sequence=[0, 0, 3])
+    output = loss(streams)
+    output.sums["rl"].backward()
+    assert output.metrics_N["sequence_weight"].tolist() == pytest.approx([2, 2, 2])  # sqrt(8) and 9 at the cap
+    assert streams.logprobs_N.grad.tolist() == pytest.approx([-2, 2, -4])
