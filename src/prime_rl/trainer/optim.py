@@ -1,18 +1,28 @@
-"""AdamW, learning-rate schedules and gradient clipping."""
+"""What an optimizer step is: gradient clipping, a scheduled learning rate, and a rule for each kind of parameter."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from prime_rl.config.trainer import (
-    AdamWConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
     LinearSchedulerConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
 )
+from prime_rl.errors import ArtifactError
+from prime_rl.trainer.host_state import HostState
+from prime_rl.trainer.muon import Muon
+from prime_rl.trainer.updates import SGD, AdamW, Rule, Slot, local
 
 Schedule = Callable[[int], float]
 """Learning rate of a step, counted from 0. It has no state, so a resumed run needs none."""
@@ -56,36 +66,142 @@ def _fraction(step: int, start: int, end: int) -> float:
     return 1.0 if step >= end else max(0, step - start) / (end - start)
 
 
-class ScheduledAdamW:
-    """AdamW (arXiv 1711.05101) with a clipped gradient norm and a scheduled learning rate.
+class Optimizer:
+    """Moves parameters by their gradients: clipped, at a scheduled rate, each kind by its own rule.
 
-    Weight decay is applied to matrices and not to one-dimensional parameters (norms and biases).
+    Parameters may be whole or DTensors; of sliced ones every rank holds the state of its own slices.
     """
 
-    def __init__(self, model: nn.Module, config: AdamWConfig, schedule: Schedule) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.betas1, config.betas2),
-            fused=True,
-        )
-        self._max_norm = config.max_norm
+    def __init__(
+        self,
+        groups: Sequence[tuple[Rule, Sequence[Slot]]],
+        *,
+        max_norm: float,
+        schedule: Schedule,
+        host: HostState | None,
+    ) -> None:
+        """`groups`: who is moved how; names are unique. `host`: what takes their states there; None: they stay."""
+        self._groups = groups
+        self._parameters = [slot.parameter for _, slots in groups for slot in slots]
+        self._max_norm = max_norm
         self._schedule = schedule
+        self._host = host
+        self._updates = 0
 
     def clip(self) -> float:
-        """Scale the gradients down to the largest allowed global L2 norm; returns the norm they had."""
-        return float(clip_grad_norm_(self._parameters, self._max_norm))
+        """Scale the gradients down to the largest allowed L2 norm over all ranks; returns the norm they had.
+
+        All ranks at once. The device is waited for once, to read that norm.
+        """
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = float(global_norm(grads))
+        if math.isfinite(norm) and norm > self._max_norm:
+            torch._foreach_mul_([local(grad) for grad in grads], self._max_norm / (norm + 1e-6))
+        return norm
 
     def apply(self, step: int) -> float:
-        """Move the weights at the learning rate of `step`, which is returned, and clear the gradients."""
+        """Move the weights at the learning rate of `step`, which is returned, and clear the gradients.
+
+        All ranks at once.
+        """
         lr = self._schedule(step)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._updates += 1
+        with torch.no_grad():
+            for rule, slots in self._groups:
+                for visiting in (slots,) if self._host is None else self._host.visits(slots):
+                    rule.update(visiting, lr, self._updates)
+        for parameter in self._parameters:
+            parameter.grad = None
         return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state itself, not a copy: number of updates, and tensors by parameter, sliced as the parameters are.
+
+        It is complete before the first step, so that `torch.distributed.checkpoint` can load into it.
+        """
+        if self._host is not None:
+            self._host.settle()
+        slots = [slot for _, slots in self._groups for slot in slots]
+        return {"updates": self._updates, "state": {slot.name: dict(slot.state) for slot in slots}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, or what was loaded into that.
+
+        Raises: ArtifactError where it is of another optimizer or of other parameters.
+        """
+        mine = self.state_dict()["state"]
+        theirs = state["state"]
+        if {name: set(of) for name, of in mine.items()} != {name: set(of) for name, of in theirs.items()}:
+            differing = sorted(
+                name for name in {*mine, *theirs} if set(mine.get(name, ())) != set(theirs.get(name, ()))
+            )
+            raise ArtifactError(
+                f"the optimizer state was saved by another optimizer or for other parameters: {differing[0]} and "
+                f"{len(differing) - 1} more do not fit; resume with the optim.type and model.lora that wrote it"
+            )
+        self._updates = int(state["updates"])
+        for name, tensors in mine.items():
+            for key, tensor in tensors.items():
+                if theirs[name][key] is not tensor:
+                    tensor.copy_(theirs[name][key])
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients over all ranks, a float32 scalar on their device. All ranks at once.
+
+    Slices are added up over the ranks that hold different ones, replicas (HSDP) counted once.
+    """
+    by_layout: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        by_layout.setdefault(layout, []).append(local(grad))
+    total = torch.zeros(())
+    for layout, slices in by_layout.items():
+        present = [piece for piece in slices if piece.numel()]
+        square = get_total_norm(present).square() if present else torch.zeros((), device=slices[0].device)
+        for axis, placement in enumerate(layout[1] if layout else ()):
+            assert placement.is_shard() or placement.is_replicate()
+            if placement.is_shard():
+                dist.all_reduce(square, group=layout[0].get_group(axis))
+        total = total.to(square.device) + square
+    return total.sqrt()
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    schedule: Schedule,
+    *,
+    cpu_offload: bool = False,
+) -> Optimizer:
+    """The optimizer that a configuration describes, its state zero. Parameters must be where they stay.
+
+    Weight decay is applied to matrices and not to one-dimensional parameters (norms and biases). Muon moves matrices
+    except embeddings and heads, AdamW what it leaves. `cpu_offload`: the state lies in the host's memory between steps.
+    """
+    kinds: dict[Rule, list[Slot]] = {}
+    host: HostState | None = None
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        rule = _rule(name, parameter, config)
+        if cpu_offload and host is None:
+            host = HostState(parameter.device)
+        empty = torch.zeros_like if host is None else host.zeros_like
+        with torch.no_grad():
+            state = {key: empty(parameter) for key in rule.state_names}
+        kinds.setdefault(rule, []).append(Slot(name, parameter, state))
+    return Optimizer(list(kinds.items()), max_norm=config.max_norm, schedule=schedule, host=host)
+
+
+def _rule(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> Rule:
+    decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+    if isinstance(config, SGDConfig):
+        return SGD(momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay)
+    if isinstance(config, MuonConfig) and parameter.ndim == 2 and not _EMBEDDING.search(name):
+        return Muon(mu=config.mu, weight_decay=decay)
+    return AdamW(betas=(config.betas1, config.betas2), weight_decay=decay)
+
+
+_EMBEDDING = re.compile(r"embed|lm_head|\bw[tp]e\b")
+"""Names of embeddings and heads: lookups, for which the spectral norm means nothing."""
