@@ -50,8 +50,7 @@ PENDING: dict[str, Pending] = {
         [
             *("TrainerModelConfig.fsdp_cpu_offload", "TrainerModelConfig.optim_cpu_offload"),
             *("TrainerModelConfig.fused_lm_head_chunk_size", "DebugModelConfig.num_layers"),
-            *("DebugModelConfig.random_init", "_BaseTrainerConfig.memory_profiler_path"),
-            *("_BaseTrainerConfig.trace_path", "TrainerModelConfig.fp8"),
+            *("DebugModelConfig.random_init", "TrainerModelConfig.fp8"),
         ],
         Pending(SPEED),
     ),
