@@ -81,8 +81,8 @@ def balanced(lengths: Ints, costs: Ints, num_ranks: int, capacity: int) -> tuple
 class _Table:
     """Which document lies in which row. Rows are compared in groups of `num_ranks` alike in cost: the micro-steps."""
 
-    MAX_CHANGES: Final = 100
-    """Bounds the time of `refine`, whatever the batch."""
+    MAX_TRIALS: Final = 4_000_000
+    """Swaps that `refine` looks at: a tenth of a second or two, whatever the batch."""
     GOOD_ENOUGH: Final = 0.002
     """Share of time idle below which `refine` stops."""
 
@@ -94,6 +94,7 @@ class _Table:
         self._row_of = np.full(len(lengths), -1)
         self._loads = np.zeros(num_rows, np.int64)
         self._room = np.full(num_rows, capacity, np.int64)
+        self._num_trials = 0
 
     def place_greedily(self, order: Ints) -> bool:
         """Each in turn to where it prolongs its micro-step least, and of those to the cheapest; False without room."""
@@ -125,7 +126,7 @@ class _Table:
 
     def refine(self) -> None:
         """Take documents out of the slowest rows, or swap them for cheaper ones, while that saves time."""
-        for _ in range(self.MAX_CHANGES):
+        while self._num_trials < self.MAX_TRIALS:
             order = np.argsort(-self._loads, kind="stable").reshape(-1, self._num_ranks)
             slowest = self._loads[order[:, 0]]
             idle = self._num_ranks * slowest - self._loads[order].sum(axis=1)
@@ -164,6 +165,7 @@ class _Table:
         length_P = np.append(self._lengths, np.zeros(num_rows, np.int64))
         moved_GP = self._costs[given_G][:, None] - np.append(self._costs, np.zeros(num_rows, np.int64))
         fits_GP = self._lengths[given_G][:, None] - length_P <= self._room[row_P]
+        self._num_trials += moved_GP.size
         allowed_GP = fits_GP & (moved_GP > 0) & (row_P != top)
         saved_GP = self._saved(order, group, row_P, moved_GP)
         # Where two rows are the slowest alike, relieving one saves nothing yet: then what evens rows out counts.
