@@ -48,8 +48,7 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("TrainerModelConfig.fsdp_cpu_offload", "TrainerModelConfig.optim_cpu_offload"),
-            *("TrainerModelConfig.fused_lm_head_chunk_size", "DebugModelConfig.num_layers"),
+            *("TrainerModelConfig.fsdp_cpu_offload", "DebugModelConfig.num_layers"),
             *("DebugModelConfig.random_init", "TrainerModelConfig.fp8"),
         ],
         Pending(SPEED),
@@ -72,7 +71,6 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("_BaseTrainerConfig.optim:sgd", "_BaseTrainerConfig.optim:muon"),
             *("OrchestratorConfig.advantage", "OrchestratorConfig.teacher_model", "RLConfig.teacher_inference"),
             *("RLConfig.teacher_gpu_ids", "TrainSamplingConfig.temp_scheduler"),
         ],

@@ -128,7 +128,7 @@ class TrainerModelConfig(ModelConfig):
     """Whether weights, gradients and optimizer state live in the host's memory."""
 
     optim_cpu_offload: bool = False
-    """Whether only the optimizer state does."""
+    """Whether only the optimizer state does. It visits the GPU in each step."""
 
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are dropped between forward and backward: less memory, more communication."""
@@ -155,7 +155,8 @@ class TrainerModelConfig(ModelConfig):
     """Whether matrix multiplications are computed in 8-bit floating point (Hopper GPUs and later)."""
 
     fused_lm_head_chunk_size: int | Literal["auto", "disabled"] = "auto"
-    """Tokens of which logits exist at the same time. auto: chosen by us; disabled: all."""
+    """As many logits exist at a time as this many tokens have. auto: 2.5 GiB of them on a GPU, 256 MiB on a CPU;
+    disabled: all. What is not held is computed again in the backward pass."""
 
     debug: DebugModelConfig = Field(default_factory=DebugModelConfig)
 
@@ -213,7 +214,7 @@ class AdamWConfig(_OptimizerConfig):
 
 
 class SGDConfig(_OptimizerConfig):
-    """Stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with momentum. Its weight decay is part of the gradient, as in `torch.optim.SGD`."""
 
     type: Literal["sgd"] = "sgd"
 
@@ -225,7 +226,7 @@ class SGDConfig(_OptimizerConfig):
 
 
 class MuonConfig(AdamWConfig):
-    """Muon for matrices, AdamW for everything else."""
+    """Muon for matrices (not embeddings and heads), AdamW for everything else; one `lr` suits both."""
 
     type: Literal["muon"] = "muon"  # type: ignore[assignment]  # the tag is what tells the two apart
 

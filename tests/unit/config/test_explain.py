@@ -151,8 +151,6 @@ def test_a_key_of_a_free_table():
         (TrainerConfig, "model.ep", [], "other values come with mixtures of experts and context parallelism"),
         (TrainerConfig, "heartbeat", [], "comes with monitors"),
         (TrainerConfig, "wandb.project", ["--wandb"], "comes with monitors"),
-        (TrainerConfig, "optim.mu", [], "comes with the full set of losses, optimizers and advantages"),
-        (TrainerConfig, "optim", ["--optim.type", "muon"], "comes with the full set of losses"),
     ],
 )
 def test_a_key_that_waits_for_something_says_so(root, key, argv, note):
