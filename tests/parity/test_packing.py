@@ -66,7 +66,7 @@ def run(
         ("qwen2", None),
         ("qwen3", None),
         ("qwen3", GSPOLossConfig(clip_low=0.9, clip_high=0.5, kl_tau=0.1)),
-        ("qwen3", IPOLossConfig(ratio_type="sequence", ipo_threshold=1.0, geo_mask_low=0.02, sequence_mask_high=0.9)),
+        ("qwen3", IPOLossConfig(ratio_type="sequence", ipo_threshold=1.0, geo_mask_low=0.02, sequence_mask_high=0.25)),
     ],
 )
 def test_a_packed_row_equals_its_sequences_alone(model_type, loss):
