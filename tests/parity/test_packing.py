@@ -2,12 +2,14 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from prime_rl.config.algorithms import GSPOLossConfig, IPOLossConfig, LossConfig, PolicyLossConfig
-from prime_rl.data.packing import build_batch
+from prime_rl.data.balance import CostModel
+from prime_rl.data.packing import build_batch, deal
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
@@ -91,6 +93,39 @@ def test_a_packed_row_equals_its_sequences_alone(model_type, loss):
     for name, gradient in expected_gradients.items():
         largest = float(gradient.abs().max())
         assert torch.allclose(found_gradients[name], gradient, rtol=0, atol=1e-5 * largest), name
+
+
+@pytest.mark.parametrize(("num_ranks", "num_dummies"), [(2, 0), (8, 1)])
+def test_what_ranks_are_dealt_adds_up_to_the_batch(num_ranks, num_dummies):
+    """All three streams, each divided by its tokens of the whole batch, wherever these lie."""
+    rng = np.random.default_rng(0)
+    samples = [sample(rng, length) for length in (31, 2, 17, 16, 9, 30)]
+    mask = np.arange(3) > 0
+    samples.append(
+        msgspec.structs.replace(
+            sample(rng, 3),
+            loss_mask=mask,
+            logprobs=np.array([0, -0.5, -0.5], np.float32),
+            versions=np.array([-1, 0, 0], np.int32),
+            rl_weights=np.array([0, 0, 0.5], np.float32),
+            ce_weights=0.1 * mask.astype(np.float32),
+            ref_kl_weights=mask.astype(np.float32),
+            ref_logprobs=-mask.astype(np.float32),
+        )
+    )
+    batch = build_batch(samples, step=0, seq_len=60)
+    dealt = deal(batch, num_ranks, 60, CostModel(linear=1.0, quadratic=0.1))
+    assert dealt.metrics["balance/dummies"] == num_dummies
+    model = build("qwen3")
+    expected, expected_gradients = run(model, batch)
+    model.zero_grad()
+    function, compute = build_loss(LossConfig(kl_tau=0.1)), ComputeModel(Scorer(model), torch.float32)
+    found = [accumulate_gradients(compute, function, batch, rows=rows) for rows in dealt.rows]
+    total = math.fsum(loss for of_rank in found for loss in of_rank.per_micro_batch)
+    assert total == pytest.approx(math.fsum(expected.per_micro_batch), rel=1e-5)
+    for name, gradient in expected_gradients.items():
+        found_gradient = model.get_parameter(name).grad
+        assert torch.allclose(found_gradient, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max())), name
 
 
 def test_what_stands_beside_a_sequence_does_not_reach_it():
