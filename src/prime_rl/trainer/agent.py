@@ -20,7 +20,7 @@ LOST_MEMORY = "; if nobody did that, the machine ran out of memory (see dmesg): 
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with `argv`; the exit code, 0 where every rank has ended well."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # torchrun's modules set the levels of their own loggers
     lifeline.watch_launcher()
     try:
         run(parse_args(list(argv)))
