@@ -22,9 +22,9 @@ BUCKET_BYTES: Final = 1 << 28
 class HostState:
     """Moves the states of slots. On a CPU everything is a copy in place, without streams."""
 
-    def __init__(self, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, device: torch.device, bucket_bytes: int | None = None) -> None:
         self._device = device
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._runtime: Any = torch.get_device_module(device)
         self._up = self._runtime.Stream()
         self._down = self._runtime.Stream()
