@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from prime_rl.config.reading.variants import owners
 from prime_rl.config.schema import Path, default_of, find
 
-SHARDED = "the trainer on several GPUs"
-SPEED = "the trainer's memory and speed options"
+TENSOR_PARALLEL = "tensor parallelism"
+SPEED = "the trainer's matrix products in 8 bits"
 ALGORITHMS = "the full set of losses, optimizers and advantages"
 VLLM = "the vLLM backend"
 HF_CODE = "models of other architectures"
@@ -39,20 +39,8 @@ class Pending:
 
 
 PENDING: dict[str, Pending] = {
-    **dict.fromkeys(
-        [
-            *("TrainerModelConfig.reduce_dtype", "TrainerModelConfig.reshard_after_forward"),
-            *("TrainerModelConfig.dp_replicate", "TrainerModelConfig.tp", "_BaseTrainerConfig.dist_timeout_seconds"),
-        ],
-        Pending(SHARDED),
-    ),
-    **dict.fromkeys(
-        [
-            *("TrainerModelConfig.fsdp_cpu_offload", "DebugModelConfig.num_layers"),
-            *("DebugModelConfig.random_init", "TrainerModelConfig.fp8"),
-        ],
-        Pending(SPEED),
-    ),
+    "TrainerModelConfig.tp": Pending(TENSOR_PARALLEL),
+    "TrainerModelConfig.fp8": Pending(SPEED),
     "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
     "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
