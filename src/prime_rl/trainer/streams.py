@@ -4,8 +4,9 @@ Only tokens in the loss pass through the head. Shape suffixes: T tokens of the p
 loss.
 """
 
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,7 +61,6 @@ class PreparedBatches:
         """`num_steps`: of the run, beyond which nothing is made. None: it has no end."""
         self._source = source
         self._num_steps = num_steps
-        self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._coming: Future[TrainingBatch] | None = None
 
     def wait(self, step: int, idle: Callable[[], None]) -> None:
@@ -68,12 +68,24 @@ class PreparedBatches:
 
     def next(self, step: int) -> TrainingBatch:
         """As the other source, whose errors come with the step that they belong to."""
-        coming = self._coming or self._maker.submit(self._source.next, step)
-        batch = coming.result()
+        batch = (self._coming or self._begin(step)).result()
         assert batch.step == step, (batch.step, step)
         is_last = self._num_steps is not None and step + 1 >= self._num_steps
-        self._coming = None if is_last else self._maker.submit(self._source.next, step + 1)
+        self._coming = None if is_last else self._begin(step + 1)
         return batch
+
+    def _begin(self, step: int) -> Future[TrainingBatch]:
+        coming: Future[TrainingBatch] = Future()
+
+        def make() -> None:
+            try:
+                coming.set_result(self._source.next(step))
+            except BaseException as error:  # noqa: BLE001 (raised where the batch is asked for)
+                coming.set_exception(error)
+
+        # A daemon: a process that ends does not wait for a batch that nobody will train on.
+        threading.Thread(target=make, name=f"batch {step}", daemon=True).start()
+        return coming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ def test_the_next_batch_is_made_while_the_last_is_trained_on(make_batch):
         time.sleep(0.001)
     assert source.next(1) == make_batch(1, seed=1)
     assert made.steps == [0, 1]  # the run has no step 2
-    assert made.threads == {"batches_0"}
+    assert made.threads == {"batch 0", "batch 1"}
 
 
 def test_an_error_comes_with_the_step_it_belongs_to(make_batch):
