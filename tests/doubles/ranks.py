@@ -1,4 +1,4 @@
-"""Several ranks on this machine, over gloo: a function that runs in each of them."""
+"""Several ranks on this machine, over gloo or NCCL: a function that runs in each of them."""
 
 import os
 import socket
@@ -11,19 +11,28 @@ import torch.multiprocessing as mp
 
 from prime_rl.trainer.ranks import joined
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
-def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `work(ranks, *arguments)`, a function of a module, returned on each rank; raises what the first one said."""
+def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
+    """What `work(ranks, *arguments)`, a function of a module, returned on each rank; raises what the first one said.
+
+    `device`: cpu, or cuda with a GPU for each.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    # Ranks are forked from a process that has imported all this once, and has no threads.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["prime_rl.trainer.build"])
     answers: Any = context.Queue()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     processes = [
-        context.Process(target=_run, args=(work, arguments, env | {"RANK": str(rank)}, answers), daemon=True)
+        context.Process(
+            target=_run,
+            args=(work, arguments, device, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, answers),
+            daemon=True,
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -44,12 +53,12 @@ class _Failed:
         self.words = words
 
 
-def _run(work: Callable[..., Any], arguments: Any, env: Mapping[str, str], answers: Any) -> None:
+def _run(work: Callable[..., Any], arguments: Any, device: str, env: Mapping[str, str], answers: Any) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     rank = int(env["RANK"])
     try:
-        with joined(lambda: torch.device("cpu"), timeout=TIMEOUT_S) as ranks:
+        with joined(lambda: torch.device(device), timeout=TIMEOUT_S) as ranks:
             answer = work(ranks, *arguments)
         answers.put((rank, answer))
     except BaseException:  # noqa: BLE001 (told by the parent)
