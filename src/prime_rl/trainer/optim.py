@@ -88,6 +88,7 @@ class Optimizer:
         self._host = host
         self._updates = 0
 
+    @torch.no_grad()
     def clip(self) -> float:
         """Scale the gradients down to the largest allowed L2 norm over all ranks; returns the norm they had.
 
@@ -99,6 +100,7 @@ class Optimizer:
             torch._foreach_mul_([local(grad) for grad in grads], self._max_norm / (norm + 1e-6))
         return norm
 
+    @torch.no_grad()
     def apply(self, step: int) -> float:
         """Move the weights at the learning rate of `step`, which is returned, and clear the gradients.
 
@@ -106,10 +108,9 @@ class Optimizer:
         """
         lr = self._schedule(step)
         self._updates += 1
-        with torch.no_grad():
-            for rule, slots in self._groups:
-                for visiting in (slots,) if self._host is None else self._host.visits(slots):
-                    rule.update(visiting, lr, self._updates)
+        for rule, slots in self._groups:
+            for visiting in (slots,) if self._host is None else self._host.visits(slots):
+                rule.update(visiting, lr, self._updates)
         for parameter in self._parameters:
             parameter.grad = None
         return lr

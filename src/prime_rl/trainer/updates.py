@@ -51,23 +51,19 @@ def local_grad(slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """What fused kernels take: lists over the parameters that have anything to update here."""
+    """What one fused kernel takes: lists over the parameters that have anything to update here."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
     states: Mapping[str, list[Tensor]]
-    is_fused: bool
-    """Whether one kernel does it all; else a few kernels over all parameters (foreach)."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], state_names: Sequence[str]) -> "_Columns":
         present = [slot for slot in slots if slot.parameter.grad is not None and local(slot.parameter).numel()]
-        parameters = [local(slot.parameter) for slot in present]
         return cls(
-            parameters=parameters,
+            parameters=[local(slot.parameter) for slot in present],
             grads=[local_grad(slot) for slot in present],
             states={name: [local(slot.state[name]) for slot in present] for name in state_names},
-            is_fused=all(parameter.device.type in ("cpu", "cuda") for parameter in parameters),
         )
 
 
@@ -86,7 +82,7 @@ class AdamW:
         columns = _Columns.of(slots, self.state_names)
         if not columns.parameters:
             return
-        device = columns.parameters[0].device if columns.is_fused else "cpu"
+        count, device = len(columns.parameters), columns.parameters[0].device
         adamw(
             columns.parameters,
             columns.grads,
@@ -94,9 +90,8 @@ class AdamW:
             columns.states["exp_avg_sq"],
             max_exp_avg_sqs=[],
             # The number of updates before this one, which the kernel counts up: one number for each parameter.
-            state_steps=list(torch.full((len(columns.parameters),), step - 1.0, device=device).unbind()),
-            fused=columns.is_fused,
-            foreach=not columns.is_fused,
+            state_steps=list(torch.full((count,), step - 1.0, device=device).unbind()),
+            fused=True,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -128,8 +123,7 @@ class SGD:
             columns.parameters,
             columns.grads,
             [*columns.states["momentum_buffer"]] if self.momentum else nothing,
-            fused=columns.is_fused,
-            foreach=not columns.is_fused,
+            fused=True,
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=lr,
