@@ -154,7 +154,7 @@ def test_offload_empties_the_gpu_between_forward_and_backward() -> None:
     for offloading in (None, {"max_inflight_activations": 2}):
         decoder = small_decoder(torch.bfloat16)
         config = {"ac": {}, "ac_offloading": offloading, "optimization_dtype": "bfloat16"}
-        memory.apply(decoder, TrainerModelConfig.model_validate(config), CUDA)
+        memory.apply(decoder, TrainerModelConfig.model_validate(config), torch.device("cuda"))
         ids = torch.arange(16384, device=CUDA) % 512
         attention = PackedAttention([16384], CUDA, decoder.kernel)
         before = torch.cuda.memory_allocated()

@@ -48,7 +48,7 @@ class StepProfile:
             yield
             return
         if self._memory_dir is not None and self._num_recorded == 0:
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS, device=self._device)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
         self._num_recorded += 1
         name = f"step_{step}_rank_{self._rank}"
         if self._trace_dir is None:

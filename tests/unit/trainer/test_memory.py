@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from prime_rl.config.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
@@ -14,6 +15,8 @@ from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder
 from prime_rl.models.packed_kernels import Kernel
 from prime_rl.trainer import memory
+from prime_rl.trainer.parallel import shard
+from prime_rl.trainer.ranks import joined
 
 CPU = torch.device("cpu")
 SEQ_LENS = [9, 4, 9, 1]
@@ -62,6 +65,18 @@ class Run:
         for name, gradient in self.gradients.items():
             assert gradient is not None
             assert torch.equal(gradient, other.gradients[name]), name
+
+
+class Slices(torch.nn.Module):
+    """What FSDP takes for the root of a decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.model = decoder
+
+    def forward(self, *args: Any) -> Tensor:
+        hidden: Tensor = self.model(*args)
+        return hidden
 
 
 def config(**keys: Any) -> TrainerModelConfig:
@@ -155,6 +170,30 @@ def test_a_machine_without_a_compiler_is_told_before_the_first_step(
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler on this machine.*drop \[model.compile\]"):
         memory.apply(decoder, config(compile={}), CPU)
+
+
+@pytest.mark.parametrize("keep_attention", [True, False])
+def test_layers_whose_weights_are_gathered_when_they_are_needed_recompute_alike(
+    decoder: Decoder, keep_attention: bool
+) -> None:
+    def gradients(module: torch.nn.Module) -> list[Tensor]:
+        ids = torch.arange(23) * 7 % decoder.vocab_size
+        decoder.zero_grad()
+        hidden = module(ids, torch.cat([torch.arange(length) for length in SEQ_LENS]), PackedAttention(SEQ_LENS))
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        found = [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+        return [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone() for gradient in found]
+
+    wanted = gradients(decoder)
+    keys = config(ac={"keep_attention": keep_attention})
+    memory.apply(decoder, keys, CPU)
+    with joined(lambda: CPU, timeout=30, always=True) as ranks:
+        root = Slices(decoder)
+        shard(root, keys, ranks)  # type: ignore[arg-type]
+        for _ in range(2):
+            found = gradients(root)
+            assert len(found) == len(wanted)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.slow
