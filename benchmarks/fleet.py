@@ -40,10 +40,10 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.client import open_clients
 from prime_rl.environments.verifiers.failover import Failover, ManyPools, Route
 from prime_rl.monitors.events import EventLog
+from prime_rl.monitors.tables import aligned
 from prime_rl.orchestrator.orchestrator import build_policy
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.paths import RunPaths
-from prime_rl.monitors.tables import aligned
 
 PROMPT_TOKENS = 64
 WINDOW_S = 3.0

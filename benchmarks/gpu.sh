@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What docs/lab-notebook.md reports of GPUs, on the GPUs that are there.
+# What docs/lab-notebook.md and docs/benchmarks.md report of GPUs, on the GPUs that are there.
 #
-#   benchmarks/gpu.sh all             every stage, in this order: what has never been measured comes first
+#   benchmarks/gpu.sh all             every stage but `training`, in this order: what has never been measured comes first
 #   benchmarks/gpu.sh STAGE ...       these stages
 #   DRY=1 benchmarks/gpu.sh all       say what would run, and for how long at most; without GPUs: as with two
 #
@@ -15,6 +15,10 @@
 #   swap       weight updates of the embedded engine under load
 #   offline    tokens/s without HTTP
 #   filters    offline with top_p and a repetition penalty
+#   trainer    the trainer beside the published figures: the main rows of benchmarks/trainer.py, most important first
+#   profile    where the GPU time of three of these rows goes
+#   scaling    the 4B shape under torchrun on one, two, four GPUs (two GPUs or more)
+#   training   the other rows: LoRA, 65,536 tokens, without activation checkpointing, offload (20 minutes at most)
 #   example    sft, then rl: examples/reverse_text/rl_gpu.toml end to end, and where the time of a step went
 #
 # Every step has a deadline. Its lines are shown as they come, and are in $OUT (default outputs/gpu) as well.
@@ -118,6 +122,27 @@ filters() {
     --repetition-penalty 1.1 --logs "$OUT/filters"
 }
 
+trainer() { free_gpus && measure trainer 570 --rows main; }
+
+profile() { free_gpus && measure profile 400 --profile rl-0.6b-16k rl-4b-lora-16k sft-0.6b-8k; }
+
+scaling() {
+  local rows=(sft-4b-8k-x1 sft-4b-8k-x2)
+  if [ "$gpus" -lt 2 ]; then return; fi
+  if [ "$gpus" -ge 4 ]; then rows+=(sft-4b-8k-x4); fi
+  free_gpus && measure scaling 480 --rows "${rows[@]}"
+}
+
+training() { free_gpus && measure training-long 590 --rows long && measure training-more 590 --rows more offload; }
+
+# measure NAME SECONDS ARGUMENT...: benchmarks/trainer.py, which ends by itself before the deadline. Models stay in $OUT.
+measure() {
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$PYTHON" benchmarks/trainer.py "$@" --budget $((limit - 15)) --logs "$OUT/training" \
+    --json "$OUT/$name.json"
+}
+
 sft() {
   step data 60 "$PYTHON" examples/reverse_text_cpu/make_sft_data.py $run/sft.jsonl \
     --num-examples 20000 --min-words 2 --max-words 4 --max-chars 24
@@ -134,11 +159,11 @@ rl() {
 
 example() { sft && rl; }
 
-all=(nccl update http logprobs contract fleet gputests swap offline filters example)
+all=(trainer profile scaling nccl update http logprobs contract fleet gputests swap offline filters example)
 stages=("$@")
 if [ "$*" = all ]; then stages=("${all[@]}"); fi
 for stage in "${stages[@]}"; do
-  case " ${all[*]} sft rl " in
+  case " ${all[*]} training sft rl " in
   *" $stage "*) "$stage" ;;
   *) echo "no stage $stage; see the head of $0" >&2 && exit 2 ;;
   esac

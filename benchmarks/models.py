@@ -32,6 +32,7 @@ SHAPES = {
     "30m": Shape(8192, 512, 8, 8, 4, 64, 1536, tied=True),
     "150m": Shape(32768, 768, 18, 12, 4, 64, 2304, tied=True),
     "0.6b": Shape(151936, 1024, 28, 16, 8, 128, 3072, tied=True),
+    "4b": Shape(151936, 2560, 36, 32, 8, 128, 9728, tied=True),
 }
 MAX_POSITIONS = 4096
 DTYPES = ("float32", "bfloat16")

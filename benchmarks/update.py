@@ -35,9 +35,9 @@ from prime_rl.config.load import load as load_config
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.client import open_clients
 from prime_rl.monitors.events import EventLog
+from prime_rl.monitors.tables import aligned
 from prime_rl.orchestrator.orchestrator import build_policy
 from prime_rl.paths import RunPaths
-from prime_rl.monitors.tables import aligned
 
 SETTLE_S = 3.0
 SAMPLE_S = 0.1

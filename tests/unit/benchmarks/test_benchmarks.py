@@ -18,7 +18,9 @@ def modules() -> dict[str, ModuleType]:
         return {name: importlib.import_module(name) for name in ("http_load", "inference", "models", "update")}
 
 
-@pytest.mark.parametrize(("name", "millions"), [("3.3m", 3.4), ("30m", 29.4), ("150m", 149.0), ("0.6b", 596.0)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("3.3m", 3.4), ("30m", 29.4), ("150m", 149.0), ("0.6b", 596.0), ("4b", 4022.0)]
+)
 def test_a_preset_has_about_the_parameters_of_its_name(modules, name, millions):
     shape = modules["models"].SHAPES[name]
     attention = 2 * shape.hidden * shape.head * (shape.heads + shape.kv_heads)
