@@ -4,6 +4,9 @@ Each rank writes the slices that it holds, beside a table of what lies where (to
 reads those that it needs. So any number of ranks can read what any other number has written.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +32,8 @@ class Stateful(Protocol):
 def save_state(directory: Path, model: TrainedModel, optimizer: Stateful) -> None:
     """Write the state to `directory`, which all ranks see. All ranks at once. Raises: ArtifactError."""
     try:
-        save(_state(model, optimizer), checkpoint_id=directory, no_dist=not dist.is_initialized())
+        with _alone_or_not() as no_dist:
+            save(_state(model, optimizer), checkpoint_id=directory, no_dist=no_dist)
     except (CheckpointException, OSError) as error:
         raise ArtifactError(f"cannot write the trainer's state to {directory}: {_reason(error)}") from error
 
@@ -38,13 +42,22 @@ def load_state(directory: Path, model: TrainedModel, optimizer: Stateful) -> Non
     """Read it back, in place. All ranks at once. Raises: ArtifactError where it is damaged or of another model."""
     state = _state(model, optimizer)
     try:
-        load(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        with _alone_or_not() as no_dist:
+            load(state, checkpoint_id=directory, no_dist=no_dist)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise ArtifactError(
             f"cannot read the trainer's state from {directory}, or it is that of another model or optimizer: "
             f"{_reason(error)}"
         ) from error
     optimizer.load_state_dict(state["optimizer"])
+
+
+@contextmanager
+def _alone_or_not() -> Iterator[bool]:
+    """Whether this process trains alone, of which torch needs not warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield not dist.is_initialized()
 
 
 def _state(model: TrainedModel, optimizer: Stateful) -> dict[str, Any]:
