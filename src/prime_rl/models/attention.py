@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prime_rl.models.packed_kernels import Kernel, Part, Rectangle, parts_of
+from prime_rl.models.packed_kernels import Kernel, Part, Rectangle, parts_of, uploaded
 
 # A sequence joins a group when it fills at least this share of the group's padded length.
 MIN_FILL = 0.7
@@ -122,9 +122,9 @@ class _InGroups:
             real_SL = column < group_lens
             restore[tokens_SL[real_SL]] = places_SL[real_SL]
             self._rectangles.append(Rectangle(sequences=len(members), length=width, padded=width))
-            self._gather.append(tokens_SL.flatten().to(device))
+            self._gather.append(uploaded(tokens_SL.flatten(), device))
             offset += tokens_SL.numel()
-        self._restore = restore.to(device)
+        self._restore = uploaded(restore, device)
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         # index_select: on a GPU the gradient of indexing sorts, that of index_select adds.

@@ -163,9 +163,7 @@ class Ragged:
     @classmethod
     def of(cls, seq_lens: Sequence[int], device: torch.device, kernel: Kernel) -> "Ragged":
         """A part of sequences of `seq_lens` tokens."""
-        bounds = torch.tensor([0, *seq_lens]).cumsum(0).to(torch.int32)
-        if device.type == "cuda":  # from pinned memory, for the copy to wait for nothing
-            bounds = bounds.pin_memory().to(device, non_blocking=True)
+        bounds = uploaded(torch.tensor([0, *seq_lens]).cumsum(0).to(torch.int32), device)
         return cls(num_tokens=sum(seq_lens), longest=max(seq_lens), bounds=bounds, kernel=kernel)
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -174,6 +172,11 @@ class Ragged:
 
 
 Part = Rectangle | Ragged
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the host on `device`; to a GPU it goes from pinned memory, for the host to wait for nothing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def parts_of(seq_lens: Sequence[int], device: torch.device, kernel: Kernel) -> list[Part]:
