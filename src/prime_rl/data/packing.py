@@ -136,7 +136,7 @@ def _streams(samples: Sequence[TrainingSample | MicroBatch]) -> dict[str, Any]:
     if any(reference is not None for reference in references):
         streams["ref_logprobs"] = np.concatenate(
             [
-                np.zeros(len(sample.loss_mask), np.float32) if reference is None else reference
+                np.full(len(sample.loss_mask), np.nan, np.float32) if reference is None else reference
                 for sample, reference in zip(samples, references, strict=True)
             ]
         )

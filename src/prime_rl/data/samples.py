@@ -40,17 +40,20 @@ class ArrayStruct(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return left.dtype == right.dtype and np.array_equal(left, right)
+        return left.dtype == right.dtype and np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
     return bool(left == right)
 
 
-def _check_array(owner: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int | None) -> None:
+def _check_array(
+    owner: str, name: str, array: np.ndarray, dtype: type[np.generic], length: int | None, *, gaps: bool = False
+) -> None:
+    """`gaps`: whether NaN may stand for a value that is not known."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
         found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         raise DataError(f"{owner}: {name} must be a one-dimensional {np.dtype(dtype)} array, not {found}")
     if length is not None and len(array) != length:
         raise DataError(f"{owner}: {name} has {len(array)} entries for {length} tokens")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    if array.dtype.kind == "f" and not (np.isfinite(array) | (gaps & np.isnan(array))).all():
         index = int(np.flatnonzero(~np.isfinite(array))[0])
         raise DataError(f"{owner}: {name}[{index}] is {array[index]}")
 
@@ -67,7 +70,7 @@ class _Streamed(ArrayStruct, frozen=True, kw_only=True, eq=False):
     loss_mask: NDArray[np.bool_]
     """[T] True: trained on. False at the first token of a sequence, which nothing predicts."""
     ref_logprobs: NDArray[np.float32] | None = None
-    """[T] of each token under a reference policy; needed where `ref_kl_weights` is not 0, 0 elsewhere."""
+    """[T] of each token under a reference policy; NaN where it was not asked, which `ref_kl_weights` must leave out."""
     rl_weights: NDArray[np.float32] | None = None
     """[T] factor of each token's policy-gradient loss."""
     ce_weights: NDArray[np.float32] | None = None
@@ -92,11 +95,17 @@ class _Streamed(ArrayStruct, frozen=True, kw_only=True, eq=False):
         """Tokens of each stream; one in two streams counts in both."""
         return {stream: int(np.count_nonzero(self.stream_weights(stream))) for stream in STREAMS}
 
+    def num_without_reference(self, stream: Stream) -> int:
+        """Tokens of a stream whose logprob under the reference is not known."""
+        in_stream = self.stream_weights(stream) != 0
+        known = np.zeros_like(in_stream) if self.ref_logprobs is None else ~np.isnan(self.ref_logprobs)
+        return int((in_stream & ~known).sum())
+
     def _check_streams(self, owner: str) -> None:
         num_tokens = len(self.loss_mask)
-        for name in ("ref_logprobs", *(f"{stream}_weights" for stream in STREAMS)):
-            if (array := getattr(self, name)) is not None:
-                _check_array(owner, name, array, np.float32, num_tokens)
+        for stream in STREAMS:
+            if (array := getattr(self, f"{stream}_weights")) is not None:
+                _check_array(owner, f"{stream}_weights", array, np.float32, num_tokens)
         in_any = np.zeros(num_tokens, np.bool_)
         for stream in STREAMS:
             weights = self.stream_weights(stream)
@@ -106,11 +115,12 @@ class _Streamed(ArrayStruct, frozen=True, kw_only=True, eq=False):
         if (wrong := np.flatnonzero(in_any != self.loss_mask)).size:
             told = "in the loss mask but in no stream" if self.loss_mask[wrong[0]] else "outside the loss mask"
             raise DataError(f"{owner}: by its weights (rl, ce, ref_kl), token {wrong[0]} is {told}")
-        if self.ref_logprobs is None:
-            if self.stream_weights("ref_kl").any():
-                raise DataError(f"{owner}: it has ref_kl_weights but no ref_logprobs, so nothing to compare to")
-        elif num_tokens and self.ref_logprobs.max() > _LOGPROB_TOLERANCE:
-            raise DataError(f"{owner}: ref_logprobs contains {self.ref_logprobs.max()}, above 0")
+        if self.ref_logprobs is not None:
+            _check_array(owner, "ref_logprobs", self.ref_logprobs, np.float32, num_tokens, gaps=True)
+            if (self.ref_logprobs > _LOGPROB_TOLERANCE).any():
+                raise DataError(f"{owner}: ref_logprobs contains {np.nanmax(self.ref_logprobs)}, above 0")
+        if self.num_without_reference("ref_kl"):
+            raise DataError(f"{owner}: it has ref_kl_weights where it has no ref_logprobs, so nothing to compare to")
 
 
 class TrainingSample(_Streamed, frozen=True, kw_only=True, eq=False):

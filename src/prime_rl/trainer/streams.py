@@ -129,7 +129,7 @@ class DeviceBatch:
             temperatures_N=floats(batch.temperatures),
             advantages_N=floats(batch.advantages),
             inference_logprobs_N=floats(batch.inference_logprobs),
-            ref_logprobs_N=None if batch.ref_logprobs is None else floats(batch.ref_logprobs),
+            ref_logprobs_N=None if batch.ref_logprobs is None else floats(np.nan_to_num(batch.ref_logprobs)),
             rl_weights_N=floats(batch.stream_weights("rl")),
             ce_weights_N=floats(batch.stream_weights("ce")),
             ref_kl_weights_N=floats(batch.stream_weights("ref_kl")),
@@ -168,15 +168,15 @@ class TokenStreams:
     """
 
     logprobs_N: Tensor
-    """Under the weights being trained, at the sampling temperature."""
+    """Under the weights being trained, at the sampling temperature; carries gradients."""
     entropies_N: Tensor
-    """Of the distribution each token was predicted by, in nats."""
+    """Of the distribution each token was predicted by, in nats; carries gradients."""
     inference_logprobs_N: Tensor
     """Under the weights that sampled the token; 0 for SFT."""
     advantages_N: Tensor
     """0 for SFT."""
     ref_logprobs_N: Tensor | None
-    """Under a reference policy; None where the micro-batch has none, which then has no token in ref_kl."""
+    """Under a reference policy, 0 where it was not asked; None where the micro-batch has none, and so no ref_kl."""
     rl_weights_N: Tensor
     ce_weights_N: Tensor
     ref_kl_weights_N: Tensor

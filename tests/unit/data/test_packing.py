@@ -37,7 +37,7 @@ def documents(rows: list[MicroBatch]) -> list[tuple]:
             mine = row.sequences == number
             arrays = [row.input_ids, row.loss_mask, row.advantages, row.inference_logprobs, row.temperatures]
             arrays += [row.stream_weights("rl"), row.stream_weights("ce"), row.stream_weights("ref_kl")]
-            arrays += [np.zeros(row.num_tokens) if row.ref_logprobs is None else row.ref_logprobs]
+            arrays += [np.zeros(row.num_tokens) if row.ref_logprobs is None else np.nan_to_num(row.ref_logprobs)]
             found.append(tuple(tuple(array[mine].tolist()) for array in arrays))
     return sorted(document for document in found if any(document[0]))
 
@@ -95,7 +95,7 @@ def test_optional_streams_are_carried_where_any_sample_has_them():
         ref_kl_weights=np.array([0, 1, 1, 0], np.float32),
     )
     (row,) = pack([plain, taught], seq_len=8)
-    assert row.ref_logprobs.tolist() == [0, -1, -2, -3, 0, 0, 0]
+    assert np.array_equal(row.ref_logprobs, [0, -1, -2, -3, np.nan, np.nan, np.nan], equal_nan=True)
     assert row.rl_weights.tolist() == [0, 0, 0, 0.5, 0, 1, 1]
     assert row.ref_kl_weights.tolist() == [0, 1, 1, 0, 0, 0, 0]
     assert row.ce_weights is None

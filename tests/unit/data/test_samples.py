@@ -62,7 +62,12 @@ def test_a_sample_equals_one_of_the_same_values_and_no_other():
         ({"ce_weights": weights(0, 0, -1, 1)}, "ce_weights contains -1.0; a weight is never negative"),
         ({"ce_weights": weights(0, 0, 1)}, "ce_weights has 3 entries for 4 tokens"),
         ({"ce_weights": np.array([0, 0, 1, 1])}, "ce_weights must be a one-dimensional float32 array"),
-        ({"ref_kl_weights": weights(0, 0, 0, 1)}, "ref_kl_weights but no ref_logprobs"),
+        ({"ref_kl_weights": weights(0, 0, 0, 1)}, "ref_kl_weights where it has no ref_logprobs"),
+        (
+            {"ref_kl_weights": weights(0, 0, 0, 1), "ref_logprobs": weights(0, 0, -1, np.nan)},
+            "ref_kl_weights where it has no ref_logprobs",
+        ),
+        ({"ref_logprobs": weights(0, 0, -np.inf, 0)}, r"ref_logprobs\[2\] is -inf"),
         ({"ref_logprobs": weights(0, 0, 0, 1)}, "ref_logprobs contains 1.0, above 0"),
         (
             {
@@ -102,6 +107,14 @@ def test_a_token_that_nobody_sampled_may_be_in_the_cross_entropy():
     )
     assert found.stream_tokens == {"rl": 2, "ce": 2, "ref_kl": 0}
     assert found.num_loss_tokens == 3
+
+
+def test_where_no_reference_was_asked_is_known():
+    found = sample(ref_logprobs=weights(np.nan, np.nan, -1, np.nan))
+    assert found.num_without_reference("rl") == 1
+    assert found.num_without_reference("ref_kl") == 0
+    assert sample().num_without_reference("rl") == 2
+    assert found == sample(ref_logprobs=weights(np.nan, np.nan, -1, np.nan))
 
 
 def test_a_batch_counts_the_tokens_of_each_stream_over_its_rows():

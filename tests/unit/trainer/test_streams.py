@@ -19,7 +19,7 @@ def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
         inference_logprobs=np.array([0, 0, -1, -2, 0, -3], np.float32),
         temperatures=np.array([1, 1, 0.5, 0.5, 2, 2], np.float32),
         seq_lens=np.array([4, 2], np.int32),
-        ref_logprobs=np.array([0, 0, -4, 0, 0, -5], np.float32),
+        ref_logprobs=np.array([np.nan, 0, -4, np.nan, 0, -5], np.float32),
         rl_weights=np.array([0, 0, 0.5, 1, 0, 0], np.float32),
         ref_kl_weights=np.array([0, 0, 2, 0, 0, 1], np.float32),
     )
@@ -32,7 +32,7 @@ def test_each_token_in_the_loss_is_predicted_by_the_one_before_it():
     assert batch.temperatures_N.tolist() == [0.5, 0.5, 2]
     assert batch.advantages_N.tolist() == [1, 2, 3]
     assert batch.inference_logprobs_N.tolist() == [-1, -2, -3]
-    assert batch.ref_logprobs_N.tolist() == [-4, 0, -5]
+    assert batch.ref_logprobs_N.tolist() == [-4, 0, -5]  # 0 where the reference was not asked
     assert batch.rl_weights_N.tolist() == [0.5, 1, 0]
     assert batch.ce_weights_N.tolist() == [0, 0, 0]
     assert batch.ref_kl_weights_N.tolist() == [2, 0, 1]

@@ -1,5 +1,6 @@
 """The RL trainer: the Trainer on the orchestrator's batches, publishing weights after every step."""
 
+from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ArtifactError
 from prime_rl.models.hf import load_config, resolve_model
@@ -27,7 +28,11 @@ def train_rl(config: TrainerConfig) -> None:
         )
     directory = resolve_model(config.model.name)
     longest = config.model.seq_len
-    batches: RolloutBatches | FakeBatches = RolloutBatches(BatchReader(paths.rollouts), timeout=config.batch_timeout)
+    batches: RolloutBatches | FakeBatches = RolloutBatches(
+        BatchReader(paths.rollouts),
+        timeout=config.batch_timeout,
+        teacher_tau=0.0 if isinstance(config.loss, CustomLossConfig) else config.loss.teacher_tau,
+    )
     if (fake := config.data.fake) is not None:
         vocab_size = load_config(directory).vocab_size
         batches = FakeBatches(fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed)

@@ -8,23 +8,37 @@ import numpy as np
 from prime_rl.config.trainer import FakeDataConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
+from prime_rl.errors import DataError
 from prime_rl.transport.batches import BatchReader
 
 
 class RolloutBatches:
     """Waits for `rollouts/step_N`, at most `timeout` seconds each."""
 
-    def __init__(self, reader: BatchReader, *, timeout: float) -> None:
+    def __init__(self, reader: BatchReader, *, timeout: float, teacher_tau: float = 0.0) -> None:
+        """`teacher_tau`: of the loss; above 0, every token of the policy gradient needs a teacher's logprob."""
         self._reader = reader
         self._timeout = timeout
+        self._teacher_tau = teacher_tau
 
     def wait(self, step: int, idle: Callable[[], None]) -> None:
         """Raises: DeadlineExceeded when the batch does not come."""
         self._reader.wait(step, self._timeout, idle=idle)
 
     def next(self, step: int) -> TrainingBatch:
-        """Raises: ArtifactError when the batch is damaged; DeadlineExceeded when another machine does not see it."""
-        return self._reader.read(step, self._timeout)
+        """Raises: ArtifactError when the batch is damaged, DataError when it lacks what the loss needs.
+
+        DeadlineExceeded when this machine does not see a batch that another one saw.
+        """
+        batch = self._reader.read(step, self._timeout)
+        missing = sum(row.num_without_reference("rl") for row in batch.micro_batches)
+        if self._teacher_tau > 0 and missing:
+            raise DataError(
+                f"batch {step} has {missing} tokens in the policy gradient without a teacher's logprob (ref_logprobs), "
+                f"which loss.teacher_tau = {self._teacher_tau:g} needs; set loss.teacher_tau to 0, or have the "
+                "orchestrator ask a teacher for every sample"
+            )
+        return batch
 
 
 class FakeBatches:

@@ -1,10 +1,12 @@
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from prime_rl.config.trainer import FakeDataConfig
-from prime_rl.errors import DeadlineExceeded
+from prime_rl.data.packing import build_batch
+from prime_rl.errors import DataError, DeadlineExceeded
 from prime_rl.trainer.rl.data import FakeBatches, RolloutBatches
 from prime_rl.transport.batches import BatchReader, BatchWriter
 
@@ -24,6 +26,19 @@ def test_the_wait_for_a_batch_has_an_end(tmp_path):
         source.next(0)
     with pytest.raises(DeadlineExceeded, match="no batch for step 0"):
         source.wait(0, lambda: None)
+
+
+def test_a_teacher_that_was_not_asked_for_every_token_is_missed(tmp_path, make_samples):
+    samples = make_samples(2)
+    taught = msgspec.structs.replace(samples[0], ref_logprobs=-samples[0].loss_mask.astype(np.float32))
+    BatchWriter(tmp_path).write(build_batch([taught, samples[1]], step=0, seq_len=64))
+    BatchWriter(tmp_path).write(build_batch([taught], step=1, seq_len=64))
+    source = RolloutBatches(BatchReader(tmp_path), timeout=5, teacher_tau=0.5)
+    missing = samples[1].num_loss_tokens
+    with pytest.raises(DataError, match=rf"batch 0 has {missing} tokens .* loss\.teacher_tau = 0\.5 needs"):
+        source.next(0)
+    assert source.next(1).num_loss_tokens == taught.num_loss_tokens
+    assert RolloutBatches(BatchReader(tmp_path), timeout=5).next(0).num_sequences == 2
 
 
 def fake(*, seed: int = 0, **fields) -> FakeBatches:
