@@ -45,7 +45,8 @@ GPU_LOGITS_BYTES: Final = 5 << 29
 one slice and computes nothing twice; a row of 16,384 is two of 75,968, wide enough for the matmuls' full rate."""
 CPU_LOGITS_BYTES: Final = 1 << 28
 ALIGNMENT: Final = 128
-"""Widths of slices are multiples of it: whole tiles, and rows that start where tensor cores can load them."""
+"""Widths of slices and of rows in memory are multiples of it: whole tiles, and rows that start where tensor cores can
+load them, whatever the size of the vocabulary."""
 CPU_BLOCK: Final = 1 << 18
 """Logits that PyTorch's own operations take at a time, so that their float32 intermediates stay in a CPU's cache."""
 GPU_BLOCK: Final = 1 << 26
@@ -109,9 +110,12 @@ class _Head:
 
     def slices(self, num_tokens: int, vocab_size: int) -> list[tuple[int, int]]:
         """Where each slice of the vocabulary starts and ends; their widths differ by less than ALIGNMENT each."""
-        count = max(1, math.ceil(num_tokens / self.chunk_tokens))
-        width = math.ceil(math.ceil(vocab_size / count) / ALIGNMENT) * ALIGNMENT
+        width = _aligned(math.ceil(vocab_size / self.count(num_tokens)))
         return [(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
+
+    def count(self, num_tokens: int) -> int:
+        """How many parts the logits of so many tokens are computed in."""
+        return max(1, math.ceil(num_tokens / self.chunk_tokens))
 
     def rows(self, rows: slice) -> "_Head":
         return _Head(
@@ -170,6 +174,15 @@ class _Grads:
     entropy_grads_N: Tensor | None
 
 
+def _aligned(width: int) -> int:
+    return math.ceil(width / ALIGNMENT) * ALIGNMENT
+
+
+def _buffer(hidden_NH: Tensor, width: int) -> Tensor:
+    """Room for logits [N, `width`], whose rows are padded so that each starts at an aligned address."""
+    return hidden_NH.new_empty(len(hidden_NH), _aligned(width))
+
+
 def _logits(hidden_NH: Tensor, weight_CH: Tensor, buffer: Tensor) -> Tensor:
     """Logits of one slice, in `buffer` [N, at least C]."""
     logits_NC = buffer[:, : len(weight_CH)]
@@ -179,7 +192,7 @@ def _logits(hidden_NH: Tensor, weight_CH: Tensor, buffer: Tensor) -> Tensor:
 def _scores(hidden_NH: Tensor, weight_VH: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logprobs, entropies and log-sums [N], and the buffer that holds the logits of the last slice."""
     slices = head.slices(len(hidden_NH), len(weight_VH))
-    buffer = hidden_NH.new_empty(len(hidden_NH), slices[0][1])
+    buffer = _buffer(hidden_NH, slices[0][1])
     state_4N = _start(hidden_NH)
     for start, end in slices:
         _scan(_logits(hidden_NH, weight_VH[start:end], buffer), state_4N, head, start)
@@ -195,9 +208,10 @@ def _directions(hidden_NH: Tensor, weight_VH: Tensor, head: _Head) -> tuple[Tens
     """
     directions_NH = torch.empty_like(hidden_NH)
     results = [hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3)]
-    buffer = hidden_NH.new_empty(min(len(hidden_NH), head.chunk_tokens), len(weight_VH))
-    for start in range(0, len(hidden_NH), head.chunk_tokens):
-        rows = slice(start, start + head.chunk_tokens)
+    size = max(1, math.ceil(len(hidden_NH) / head.count(len(hidden_NH))))
+    buffer = _buffer(hidden_NH[:size], len(weight_VH))
+    for start in range(0, len(hidden_NH), size):
+        rows = slice(start, start + size)
         part = head.rows(rows)
         logits_NV = _logits(hidden_NH[rows], weight_VH, buffer[: len(part.targets_N)])
         state_4N = _start(logits_NV)
@@ -215,7 +229,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden states and weight. `kept`: the buffer of `_scores`, which is overwritten."""
     slices = head.slices(len(hidden_NH), len(weight_VH))
-    buffer = hidden_NH.new_empty(len(hidden_NH), slices[0][1]) if kept is None else kept
+    buffer = _buffer(hidden_NH, slices[0][1]) if kept is None else kept
     weight_grads = torch.empty_like(weight_VH) if needs_weight else None
     hidden_grads: Tensor | None = None
     for start, end in reversed(slices):
