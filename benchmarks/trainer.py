@@ -137,6 +137,13 @@ ROWS = (
     variant("rl-0.6b-64k-keep", "rl-0.6b-64k", "long", (*COMPILE, *FULL_AC), limit_s=220),
     beside("rl-0.6b-lora-64k", "long", (*COMPILE, *WHOLE_AC, *LORA), limit_s=220),
     beside("rl-4b-lora-64k", "long", (*COMPILE, *WHOLE_AC, *LORA), limit_s=330),
+    variant(
+        "rl-0.6b-16k-head", "rl-0.6b-16k", "more", (*COMPILE, *FULL_AC, "--model.fused-lm-head-chunk-size", "16384")
+    ),
+    *(
+        variant(f"rl-0.6b-16k-{kernel}", "rl-0.6b-16k", "more", (*COMPILE, *FULL_AC, "--model.attn", kernel))
+        for kernel in ("sdpa", "varlen")
+    ),
     row("sft-0.6b-64k", "more", (*COMPILE, *FULL_AC), limit_s=220),  # published: out of memory
     variant("rl-0.6b-64k-noac", "rl-0.6b-64k", "more", COMPILE, limit_s=220),
     beside("rl-0.6b-64k-offload", "offload", (*COMPILE, *FULL_AC, *OFFLOAD), limit_s=220),

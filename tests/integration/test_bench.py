@@ -1,5 +1,6 @@
-"""`orchestrator --bench` against a running server, and `rl --bench`, with a new model that knows nothing."""
+"""`--bench` of every command that has it, with a new model that knows nothing."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -55,3 +56,38 @@ def test_rl_bench_measures_generation_and_then_training_on_batches_of_that_size(
     assert trained[0]["progress/tokens"] == 8 * round(tokens)
     assert set(statistics(text, "generation")) == set(statistics(text, "training")) == {"mean", "std", "min", "max"}
     assert found_results(tmp_path) == found_results(paths.output_dir) == []
+
+
+def test_the_trainer_is_measured_alone_on_made_up_batches(tmp_path: Path) -> None:
+    sizes = ("--data.fake.micro_batch_size", "8", "--data.fake.batch_size", "16", "--data.fake.seq_len", "32")
+    out = ("--output-dir", str(tmp_path), "--bench.output-json", str(tmp_path / "bench.json"))
+    text = run("trainer", "@", "configs/reverse_text/train.toml", "--bench", *sizes, "--model.name", MODEL, *out)
+
+    rows = read_metrics(RunPaths(bench_dir(tmp_path)).metrics("trainer"))
+    assert {row["progress/tokens"] for row in rows} == {16.0 * 32}
+    counted = [row["perf/throughput_compute"] or 0.0 for row in rows[1:]]
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["mean"]["perf/throughput_compute"] == sum(counted) / len(counted)
+    cells = statistics(text, "training")["mean"]
+    assert cells[5] == f"{sum(counted) / len(counted):,.0f}"
+    assert found_results(tmp_path) == found_results(bench_dir(tmp_path)) == []
+
+
+def test_sft_is_measured_on_made_up_rows_and_saves_no_weights(tmp_path: Path) -> None:
+    sizes = (
+        "--data.fake.type",
+        "fixed",
+        "--data.micro-batch-size",
+        "8",
+        "--data.batch-size",
+        "8",
+        "--data.seq-len",
+        "32",
+    )
+    flags = ("--bench.steps", "3", "--bench.warm-up", "2", "--model.name", MODEL, "--output-dir", str(tmp_path))
+    text = run("sft", *sizes, *flags)
+
+    rows = read_metrics(RunPaths(bench_dir(tmp_path)).metrics("trainer"))
+    assert [row["progress/tokens"] for row in rows] == [8.0 * 32] * 3
+    assert [line.split()[:2] for line in text.splitlines() if "(warm-up)" in line] == [["step", "0"], ["step", "1"]]
+    assert found_results(tmp_path) == found_results(bench_dir(tmp_path)) == []
