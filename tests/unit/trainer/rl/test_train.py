@@ -1,7 +1,12 @@
+import sys
+
+import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from prime_rl.config.algorithms import CustomLossConfig, RefKLConfig
 from prime_rl.config.artifacts import AutoBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.config.trainer import (
     AdamWConfig,
@@ -100,6 +105,44 @@ def test_made_up_batches_train_without_an_orchestrator(config, tmp_path, length)
     assert [row["progress/sequences"] for row in rows] == [8] * 4
     assert all(row["optim/grad_norm"] > 0 and row["mismatch_kl/mean"] > 0 for row in rows)
     assert len({row["loss/mean"] for row in rows}) == 4
+
+
+def test_a_loss_of_the_users_trains_and_its_metrics_are_logged(config, tmp_path, monkeypatch):
+    (tmp_path / "run_losses.py").write_text(
+        "def mine(streams, scale):\n"
+        "    return -scale * streams.advantages_N * streams.logprobs_N, {'mine': streams.advantages_N * 0 + scale}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loss = CustomLossConfig(import_path="run_losses.mine", kwargs={"scale": 3.0})
+    run(config.model_copy(update={"loss": loss, "max_steps": 1}))
+    (row,) = read_metrics(RunPaths(config.output_dir).metrics("trainer"))
+    assert row["mine/mean"] == row["mine/max"] == 3
+    assert row["optim/grad_norm"] > 0
+
+
+def test_distillation_is_configured_beside_the_loss(config, tmp_path, model_dir, make_batch):
+    """The same batch with its sampled tokens in ref_kl instead of rl: only `ref_kl` decides what is learned of it."""
+    losses = []
+    for number, ref_kl in enumerate((RefKLConfig(kl_tau=0.0), RefKLConfig(kl_tau=1.0))):
+        paths = RunPaths(tmp_path / f"distilled_{number}")
+        batch = make_batch(0, seed=0)
+        rows = [
+            msgspec.structs.replace(
+                row,
+                rl_weights=np.zeros(row.num_tokens, np.float32),
+                ref_kl_weights=row.loss_mask.astype(np.float32),
+                ref_logprobs=-row.loss_mask.astype(np.float32),
+            )
+            for row in batch.micro_batches
+        ]
+        BatchWriter(paths.rollouts).write(msgspec.structs.replace(batch, micro_batches=rows))
+        run(config.model_copy(update={"ref_kl": ref_kl, "max_steps": 1, "output_dir": paths.output_dir}))
+        (metrics,) = read_metrics(paths.metrics("trainer"))
+        assert "is_masked/mean" not in metrics  # no token is in the policy gradient
+        assert metrics["ref_kl/max"] > metrics["ref_kl/mean"]
+        losses.append(metrics["loss/mean"])
+    assert losses[1] > losses[0]
 
 
 def test_weights_of_an_earlier_run_are_not_mixed_in(config):
