@@ -60,16 +60,13 @@ class Trained:
 
 def train(out: Path, *rl_flags: str, seed: int = 42) -> Trained:
     """SFT and RL as in the demo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     run("sft", "@", f"{EXAMPLE}/sft.toml", "--output-dir", str(out / "sft"), "--seed", str(seed))
     steps = load(SFTConfig, ["@", str(ROOT / EXAMPLE / "sft.toml")], {}).max_steps
     assert steps is not None
     weights = step_dir(out / "sft" / "weights", steps)
     console = run(
         *("rl", "@", f"{EXAMPLE}/rl.toml", "--model.name", str(weights), "--output-dir", str(out / "rl")),
-        *("--inference.server.port", str(port), "--seed", str(seed), *rl_flags),
+        *("--inference.server.port", str(_free_port()), "--seed", str(seed), *rl_flags),
     )
     return Trained(weights, out / "rl", len(rewards(out / "rl")), console)
 
@@ -91,13 +88,10 @@ class Evaluated:
 @pytest.fixture(scope="package")
 def evaluated(trained: Trained) -> Evaluated:
     """The trained model measured before and after, with a server that `eval` starts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     table = run(
         *("eval", "@", f"{EXAMPLE}/eval.toml", "--model.name", str(trained.sft_weights)),
         *("--weights-dir", str(trained.run_dir / "weights"), "--steps", "50", "--num-examples", "24"),
-        *("--output-dir", str(trained.run_dir), "--inference.server.port", str(port)),
+        *("--output-dir", str(trained.run_dir), "--inference.server.port", str(_free_port())),
     )
     evals = RunPaths(trained.run_dir).evals
     files = {step: step_dir(evals, step) / "reverse-text" / "report.json" for step in (0, 50)}
@@ -120,6 +114,58 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     return runs
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="package")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """Four steps of `rl` without asynchrony, its trainer over two ranks."""
+    out = tmp_path_factory.mktemp("sharded")
+    run(
+        *("rl", "--model.name", MODEL, "--inference.server.port", str(_free_port()), "--output-dir", str(out)),
+        *("--max-steps", "4", "--seq-len", "128", "--orchestrator.batch-size", "8", "--max-async-level", "0"),
+        *("--orchestrator.rollouts-per-example", "4", "--orchestrator.sampling.max-tokens", "8"),
+        *("--trainer.optim.lr", "1e-2", "--trainer-gpu-ids", "0,1", "--trainer.device", "cpu"),
+    )
+    return RunPaths(out)
+
+
+@dataclass
+class Nodes:
+    alone: RunPaths
+    """SFT in one process."""
+    together: RunPaths
+    """The same on two nodes."""
+    said: list[str]
+    """Standard error of each node."""
+
+
+@pytest.fixture(scope="package")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Nodes:
+    """Three steps of SFT on two nodes, which are two agents of torchrun on loopback, and in one process."""
+    out, port = tmp_path_factory.mktemp("nodes"), _free_port()
+    sft = ("@", "configs/debug/sft.toml", "--max-steps", "3", "--optim.lr", "1e-3", "--device", "cpu")
+    agents = [
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node", "1"),
+            *("--node-rank", str(node), f"--rdzv-endpoint=127.0.0.1:{port}", "src/prime_rl/trainer/sft/train.py"),
+            *(*sft, "--output-dir", str(out / "together")),
+        ]
+        for node in (0, 1)
+    ]
+    processes = [
+        subprocess.Popen(argv, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+        for argv in (*agents, command("sft", *sft, "--output-dir", str(out / "alone")))
+    ]
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(said)
+    return Nodes(RunPaths(out / "alone"), RunPaths(out / "together"), said[:2])
 
 
 def await_true(what: str, condition: Callable[[], bool], timeout: float = 90.0) -> None:

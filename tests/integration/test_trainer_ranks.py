@@ -2,62 +2,36 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 from prime_rl.monitors.base import read_metrics
-from prime_rl.paths import RunPaths
 from prime_rl.transport.manifest import latest_step
-from tests.integration.conftest import ROOT, command
 from tests.integration.test_rl_kills import gone
 
 TWO_RANKS = ("--trainer-gpu-ids", "0,1", "--trainer.device", "cpu")
-SFT = ("@", "configs/debug/sft.toml", "--max-steps", "3", "--optim.lr", "1e-3", "--device", "cpu")
 
 
-def test_rl_trains_over_two_ranks_and_serves_what_they_publish(start_rl):
+def test_rl_trains_over_two_ranks_and_serves_what_they_publish(sharded):
     """At level 0 every token is sampled by the weights it trains, so logprobs agree only if these arrived whole."""
-    run = start_rl(*TWO_RANKS, "--max-async-level", "0", "--trainer.optim.lr", "1e-2", steps=4)
-    out, err = run.process.communicate(timeout=280)
-    assert run.process.returncode == 0, out + err
-    trainer = read_metrics(run.paths.metrics("trainer"))
+    trainer = read_metrics(sharded.metrics("trainer"))
     assert [row["step"] for row in trainer] == [0, 1, 2, 3]
     assert max(row["mismatch_kl/max"] for row in trainer) <= 1e-6
-    assert {row["off_policy_gap/max"] for row in read_metrics(run.paths.metrics("orchestrator"))} == {0.0}
-    assert latest_step(run.paths.weights) == 4
-    assert "initialised at random" in run.paths.rank_log("trainer", 1).read_text(), "others only warn"
-    log = run.paths.log("trainer").read_text()
-    assert log.count("Step 3 | Time: ") == 1, "the first rank alone speaks"
+    assert {row["off_policy_gap/max"] for row in read_metrics(sharded.metrics("orchestrator"))} == {0.0}
+    assert latest_step(sharded.weights) == 4
+    assert sharded.log("trainer").read_text().count("Step 3 | Time: ") == 1, "the first rank alone speaks"
+    assert "initialised at random" in sharded.rank_log("trainer", 1).read_text(), "others only warn"
 
 
-def test_two_nodes_train_what_one_process_does(tmp_path, free_port):
-    agents = [
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node", "1"),
-            *("--node-rank", str(node), f"--rdzv-endpoint=127.0.0.1:{free_port}", "src/prime_rl/trainer/sft/train.py"),
-            *(*SFT, "--output-dir", str(tmp_path / "two")),
-        ]
-        for node in (0, 1)
-    ]
-    alone = command("sft", *SFT, "--output-dir", str(tmp_path / "one"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(argv, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        for argv in (*agents, alone)
-    ]
-    said = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(said)
-    one, two = (read_metrics(RunPaths(tmp_path / name).metrics("trainer")) for name in ("one", "two"))
+def test_two_nodes_train_what_one_process_does(nodes):
+    one, two = (read_metrics(run.metrics("trainer")) for run in (nodes.alone, nodes.together))
     assert len(one) == len(two) == 3
     for key in ("loss/mean", "optim/grad_norm"):
         assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-5)
     assert [row["progress/tokens"] for row in two] == [row["progress/tokens"] for row in one]
-    assert "Step 2 | Time: " in said[0]
-    assert "Step 2 | Time: " not in said[1]
+    assert ["Step 2 | Time: " in said for said in nodes.said] == [True, False]
 
 
 @pytest.mark.slow
