@@ -83,6 +83,9 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
     if is_sharded:
         shard(scorer, config, ranks)
     model.to_empty(device="cpu" if config.fsdp_cpu_offload else ranks.device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # offloaded parameters visit the GPU, buffers stay there
+            module._buffers[name] = None if buffer is None else buffer.to(ranks.device)
     load_stored(dict(model.named_parameters()), _values(config, directory, model, seed))
     return ShardedModel(scorer, ranks.device) if is_sharded else ComputeModel(scorer, dtype)
 

@@ -1,0 +1,58 @@
+import pytest
+import torch
+from tests.doubles.ranks import on_ranks
+
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.ranks import ALONE, Ranks, joined
+
+CPU = torch.device("cpu")
+
+
+def test_a_process_alone_is_its_own_leader_and_needs_no_group():
+    with joined(lambda: CPU, timeout=1) as ranks:
+        assert ranks == ALONE
+        assert ranks.is_leader
+        ranks.tell("anything")
+        assert ranks.gathered({"a": 1}) == [{"a": 1}]
+        assert ranks.summed([1.5, 2.0]) == [1.5, 2.0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_process_alone_can_have_a_group_which_is_left_at_the_end():
+    with joined(lambda: CPU, timeout=60, always=True) as ranks:
+        assert torch.distributed.get_world_size() == ranks.size == 1
+        assert ranks.gathered("x") == ["x"]
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_that_cannot_meet_are_told_how_they_would(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun"),
+        joined(lambda: CPU, timeout=1),
+    ):
+        pass
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with (
+        pytest.raises(ConfigError, match="rank 1 is number 1 on this machine, which has 1 visible GPUs"),
+        joined(lambda: torch.device("cuda"), timeout=1),
+    ):
+        pass
+
+
+def talk(ranks: Ranks) -> tuple[list[str], list[int], list[float]]:
+    words = ["one", "two"] if ranks.is_leader else [ranks.hear(), ranks.hear()]
+    if ranks.is_leader:
+        for word in words:
+            ranks.tell(word)
+    return words, ranks.gathered(ranks.rank * 10), ranks.summed([float(ranks.rank), 0.5])
+
+
+def test_all_hear_what_the_first_one_tells_and_know_what_all_have():
+    assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20], [3.0, 1.5])] * 3
