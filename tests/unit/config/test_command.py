@@ -48,8 +48,8 @@ def test_a_dry_run_writes_the_configuration_and_starts_nothing(capsys):
 
 
 def test_a_dry_run_says_what_a_real_start_would_refuse(capsys):
-    assert trainer("--dry-run", "--model.ac") == []
-    assert "a real start would refuse model.ac (--model.ac): needs the" in capsys.readouterr().err
+    assert trainer("--dry-run", "--ckpt") == []
+    assert "a real start would refuse ckpt (--ckpt): needs checkpoints" in capsys.readouterr().err
 
 
 def test_a_real_start_refuses_a_key_that_nothing_reads():
