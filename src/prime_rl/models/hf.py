@@ -48,7 +48,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 _RUN_WEIGHTS = re.compile(r"(^|/)weights/step_\d+/?$")
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def resolve_model(name: str) -> Path:
@@ -99,6 +99,15 @@ def load_config(directory: Path) -> DecoderConfig:
         return DecoderConfig.from_hf(read_json(directory / "config.json"))
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from error
+
+
+def vocab_size(directory: Path) -> int:
+    """Tokens that a model of any architecture knows. Raises: ModelError where its config.json does not say."""
+    config = read_json(directory / "config.json")
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise ModelError(f"{directory / 'config.json'} has no vocab_size, so no tokens can be made up for this model")
+    return size
 
 
 def eos_token_ids(directory: Path) -> frozenset[int]:
@@ -364,9 +373,11 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 
 
 def copy_assets(source: Path, destination: Path, *, tokenizer: Path | None = None) -> None:
-    """Copy config and generation config, and the files of `tokenizer` (None: also of `source`), those that exist."""
+    """Copy config and generation config, code that the model comes with, and the files of `tokenizer` (None: also of
+    `source`), those that exist."""
     destination.mkdir(parents=True, exist_ok=True)
-    for directory, names in ((source, CONFIG_FILES), (tokenizer or source, TOKENIZER_FILES)):
+    code = sorted(path.name for path in source.glob("*.py"))
+    for directory, names in ((source, (*CONFIG_FILES, *code)), (tokenizer or source, TOKENIZER_FILES)):
         for name in names:
             if (directory / name).exists():
                 shutil.copyfile(directory / name, destination / name)

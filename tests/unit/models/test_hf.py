@@ -16,6 +16,8 @@ from prime_rl.models.hf import (
     read_safetensors,
     resolve_model,
     resolve_tokenizer,
+    stored_tensors,
+    vocab_size,
     write_safetensors,
 )
 
@@ -128,3 +130,24 @@ def test_weights_that_no_run_has_made_yet_are_not_looked_for_on_the_hub(name):
     ) as caught:
         resolve_model(name)
     assert "hub" not in str(caught.value)
+
+
+def test_the_vocabulary_of_a_model_is_known_whatever_its_architecture(tmp_path: Path) -> None:
+    for content, expected in (({"vocab_size": 7}, 7), ({"text_config": {"vocab_size": 9}}, 9)):
+        (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "other"}))
+        assert vocab_size(tmp_path) == expected
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="has no vocab_size"):
+        vocab_size(tmp_path)
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    tensors = {"matrix": torch.arange(12.0).view(4, 3), "vector": torch.arange(5.0), "scalar": torch.tensor(3.0)}
+    write_safetensors(tensors.items(), tmp_path)
+    for name, stored in stored_tensors(tmp_path):
+        whole = tensors[name]
+        assert stored.shape == whole.shape
+        assert torch.equal(stored.rows(0, stored.num_rows), whole)
+        if whole.ndim:
+            assert torch.equal(stored.rows(1, 3), whole[1:3])
+            assert stored.rows(len(whole), len(whole)).numel() == 0

@@ -3,7 +3,7 @@
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ArtifactError
-from prime_rl.models.hf import load_config, resolve_model
+from prime_rl.models.hf import resolve_model, vocab_size
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.build import Inputs, train
 from prime_rl.trainer.rl.data import FakeBatches, RolloutBatches
@@ -34,8 +34,9 @@ def train_rl(config: TrainerConfig) -> None:
         teacher_tau=0.0 if isinstance(config.loss, CustomLossConfig) else config.loss.teacher_tau,
     )
     if (fake := config.data.fake) is not None:
-        vocab_size = load_config(directory).vocab_size
-        batches = FakeBatches(fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size, seed=config.seed)
+        batches = FakeBatches(
+            fake, max_seq_len=config.model.seq_len, vocab_size=vocab_size(directory), seed=config.seed
+        )
         longest = batches.max_row_tokens
     inputs = Inputs(
         directory=directory,

@@ -6,7 +6,7 @@ from pathlib import Path
 from prime_rl.config.trainer import SFTConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat, load_tokenizer, render_chat
 from prime_rl.errors import ConfigError
-from prime_rl.models.hf import load_config, resolve_model, resolve_tokenizer
+from prime_rl.models.hf import resolve_model, resolve_tokenizer, vocab_size
 from prime_rl.trainer.build import Inputs, train
 from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
 from prime_rl.trainer.sft.loss import sft_loss
@@ -38,7 +38,7 @@ def train_sft(config: SFTConfig) -> None:
 def _examples(config: SFTConfig, directory: Path, tokenizer_dir: Path) -> Iterable[RenderedChat]:
     data = config.data
     if isinstance(data, SFTFakeDataConfig):
-        return fake_examples(data, vocab_size=load_config(directory).vocab_size, seed=config.seed)
+        return fake_examples(data, vocab_size=vocab_size(directory), seed=config.seed)
     tokenizer, loss_mask = load_tokenizer(tokenizer_dir), data.loss_mask
 
     def render(row: Row) -> RenderedChat:
