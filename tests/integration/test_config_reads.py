@@ -17,6 +17,7 @@ from tests.integration.conftest import ROOT
 
 UNIT = "tests/unit"
 NCCL = ("host", "port", "timeout", "inference_world_size")
+ADAPTER = "test_an_adapter_says_what_it_is_and_of_which_model"
 ALWAYS = "test_what_the_server_cannot_do_without_is_always_there"
 CUSTOM = "test_a_function_of_the_users_is_the_policy_gradient"
 SENDER = "test_the_sender_meets_the_servers_where_and_as_long_as_is_configured"
@@ -53,6 +54,12 @@ TESTED = {
     "orchestrator num_train_workers": (
         f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"
     ),
+    # no run that all keys are looked for in trains adapters (test_adapters does)
+    **{
+        f"{process} model.lora.{key}": f"{UNIT}/trainer/test_publication.py::{ADAPTER}"
+        for process in ("trainer", "sft")
+        for key in ("rank", "alpha", "dropout", "target_modules", "modules_to_save", "merge")
+    },
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
         f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"

@@ -154,8 +154,17 @@ def test_what_is_published_follows_from_the_configuration(
     assert complete_steps(tmp_path / "merged") == merged
 
 
-def test_an_adapter_names_the_model_that_it_belongs_to(decoder, model_dir, tmp_path):
-    built(decoder, model_dir, tmp_path, lora={"dropout": 0.25}).publish(1)
-    written = json.loads((tmp_path / "weights" / "step_1" / "adapter_config.json").read_text())
+def test_an_adapter_says_what_it_is_and_of_which_model(decoder, model_dir, tmp_path):
+    lora = {"rank": 2, "alpha": 3.0, "dropout": 0.25, "target_modules": ["v_proj"], "modules_to_save": ["q_norm"]}
+    built(decoder, model_dir, tmp_path, config=SFTConfig, keep_last=None, lora=lora | {"merge": True}).publish(2)
+    directory = tmp_path / "weights" / "step_2"
+    written = json.loads((directory / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(model_dir)
-    assert written["lora_dropout"] == 0.25
+    assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (2, 3.0, 0.25)
+    assert written["target_modules"] == ["v_proj"]
+    assert written["modules_to_save"] == [f"model.layers.{layer}.self_attn.q_norm" for layer in (0, 1)]
+    names = read_manifest(directory).weights.tensors
+    assert {name.rpartition("self_attn.")[2] for name in names} == {
+        *("v_proj.lora_A.weight", "v_proj.lora_B.weight", "q_norm.weight"),
+    }
+    assert (tmp_path / "merged" / "step_2" / "model.safetensors").exists()

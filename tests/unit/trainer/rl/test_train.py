@@ -199,7 +199,7 @@ def test_the_sender_meets_the_servers_where_and_as_long_as_is_configured(config,
     def meet(**given):
         raise Met({name: value for name, value in given.items() if name != "device"})
 
-    monkeypatch.setattr("prime_rl.trainer.build.NcclSender", meet)
+    monkeypatch.setattr("prime_rl.trainer.publication.NcclSender", meet)
     broadcast = NCCLBroadcastConfig(host="node0", port=29502, timeout=7, inference_world_size=3)
     with pytest.raises(Met) as met:
         run(config.model_copy(update={"weight_broadcast": broadcast}))
