@@ -29,7 +29,7 @@ async def train(output_dir: Path, *, max_steps: int, step_s: float = 0.0) -> lis
     reader = BatchReader(paths.rollouts)
     batches = []
     for step in range(max_steps):
-        batches.append(await asyncio.to_thread(reader.wait, step, 60))
+        batches.append(await asyncio.to_thread(reader.read, step, 60))
         await asyncio.sleep(step_s)
         await asyncio.to_thread(publish_number, paths.weights, step + 1)
     return batches
