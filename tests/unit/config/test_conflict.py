@@ -28,6 +28,16 @@ CASES = [
         ["loss.token_mask_low = 2 (--loss.token-mask-low)", "loss.token_mask_high = 1 (--loss.token-mask-high)"],
     ),
     (
+        "trainer --bench.steps 4 --bench.warm-up 4",
+        "so none counts; raise steps",
+        ["bench.steps = 4 (--bench.steps)", "bench.warm_up = 4 (--bench.warm-up)"],
+    ),
+    (
+        "trainer --weight-broadcast.type nccl --model.lora.rank 8",
+        "adapters reach the servers as files",
+        ["weight_broadcast.type = nccl (--weight-broadcast.type)", "model.lora (--model.lora.rank)"],
+    ),
+    (
         "trainer --loss.ratio-type sequence --loss.tis-cap 2",
         "use sequence_clip_high",
         ["loss.tis_cap = 2 (--loss.tis-cap)", "loss.ratio_type = sequence (--loss.ratio-type)"],
