@@ -200,7 +200,7 @@ class Bench:
         common = {
             "model.name": self.model_dir(row),
             "model.seq-len": row_len,
-            "model.optimization-dtype": "bfloat16",
+            "model.optimization-dtype": "float32" if self.is_tiny else "bfloat16",  # slow on most CPUs
             "output-dir": out / "run",
             "device": self.device,
             "bench.steps": steps,

@@ -1,5 +1,6 @@
 """`impl = "hf"`: a model of transformers equals itself computed document by document, packed or side by side."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,33 @@ def test_a_config_that_transformers_does_not_know_is_refused_with_its_directory(
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     with pytest.raises(ModelError, match=f"{tmp_path}: transformers cannot read"):
         empty_transformers_model(tmp_path, dtype=torch.float32)
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = tmp_path / "model"
+    reference = saved("mistral", {"sliding_window": 4}, source)
+    (source / "ours.py").write_text(
+        "from transformers import MistralConfig, MistralForCausalLM\n"
+        "class OursConfig(MistralConfig):\n    model_type = 'ours'\n"
+        "class OursForCausalLM(MistralForCausalLM):\n    config_class = OursConfig\n"
+    )
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "ours"}
+    config["auto_map"] = {"AutoConfig": "ours.OursConfig", "AutoModelForCausalLM": "ours.OursForCausalLM"}
+    (source / "config.json").write_text(json.dumps(config))
+
+    assert chosen_impl(source, "auto", trust_remote_code=True) == "hf"
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        empty_transformers_model(source, dtype=torch.float32)
+    model = empty_transformers_model(source, dtype=torch.float32, trust_remote_code=True)
+    model.to_empty(device="cpu")
+    load_hf_tensors(model, read_safetensors(source))
+    assert model.is_packed
+    compare(model, reference, documents(LENGTHS))
+    copy_assets(source, tmp_path / "published")
+    assert (tmp_path / "published" / "ours.py").exists()
 
 
 def test_what_is_published_can_be_loaded_by_transformers(tmp_path: Path) -> None:

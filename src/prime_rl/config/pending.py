@@ -41,7 +41,6 @@ class Pending:
 PENDING: dict[str, Pending] = {
     "TrainerModelConfig.tp": Pending(TENSOR_PARALLEL),
     "TrainerModelConfig.fp8": Pending(SPEED),
-    "TrainerModelConfig.impl": Pending(HF_CODE, neutral=("custom",)),
     "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
     **dict.fromkeys(

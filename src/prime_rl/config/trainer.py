@@ -85,8 +85,8 @@ class LoRAConfig(BaseConfig):
     each step, for vLLM takes no adapter that holds such modules."""
 
     merge: bool = False
-    """Whether weights that stay on disk (the last step's, and every `weights.interval`) are also written merged into the
-    model, as `merged/step_N` in the run directory."""
+    """Whether weights that stay on disk (the last step's, and every `weights.interval`) are also written merged into
+    the model, as `merged/step_N` in the run directory."""
 
 
 class DebugModelConfig(BaseConfig):
@@ -105,8 +105,12 @@ class TrainerModelConfig(ModelConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens of one packed micro-batch; no sample may be longer."""
 
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model may run, with impl hf or auto."""
+
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """Model code. custom: ours. hf: the `transformers` library's. auto: ours where it knows the architecture."""
+    """Model code. custom: ours. hf: the `transformers` library's, for dense models of any other architecture; packed
+    where tokens see each other in attention only, else documents side by side. auto: ours where it knows the model."""
 
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "fa4"] = "auto"
     """Attention kernel. auto: FlashAttention of the GPU's generation where it is installed, else torch's: cuDNN's for

@@ -230,6 +230,9 @@ def _config_of(directory: Path, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
+        if not trust_remote_code and read_json(directory / "config.json").get("auto_map"):
+            asks = "it comes with Python code of its own; look at it, and set model.trust_remote_code if it may run"
+            raise ModelError(f"{directory}: {asks}") from error
         raise ModelError(f"{directory}: transformers cannot read its config.json: {_first_line(error)}") from error
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{directory}: its weights are quantized; train the model that they were made from")

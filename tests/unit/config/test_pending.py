@@ -4,6 +4,7 @@ import pytest
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
+from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.pending import PENDING, note_at, wishes
 from prime_rl.config.reference import ROOTS
 from prime_rl.config.roots import RLConfig
@@ -44,7 +45,7 @@ def test_every_entry_of_the_table_names_a_key_that_exists():
         pytest.param(TrainerConfig, ["--optim.type", "muon"], [], id="a type of a section"),
         pytest.param(TrainerConfig, ["--optim.lr", "1"], [], id="a key that is read"),
         pytest.param(InferenceConfig, ["--deployment.type", "multi_node"], ["deployment"], id="a type of machines"),
-        pytest.param(TrainerConfig, ["--model.trust-remote-code"], ["model.trust_remote_code"], id="inherited"),
+        pytest.param(OrchestratorConfig, ["--model.trust-remote-code"], ["model.trust_remote_code"], id="inherited"),
         pytest.param(InferenceConfig, ["--model.trust-remote-code"], [], id="declared anew"),
         pytest.param(RLConfig, ["--trainer-gpu-ids", "0,1"], [], id="several GPUs"),
     ],
