@@ -48,8 +48,8 @@ class TrainedModel(Protocol):
     def score(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
         """Logprobs, which carry gradients, and entropies of the tokens in the loss, float32 [N]. All ranks at once."""
 
-    def refresh(self) -> None:
-        """Called once a step, before the first forward."""
+    def refresh(self, num_micro_batches: int = 1) -> None:
+        """Called once a step, before the first forward. `num_micro_batches`: how many this step has."""
 
     def collect(self) -> None:
         """Called after the backward of every micro-batch."""

@@ -73,20 +73,27 @@ class ShardedModel:
 
     def __init__(self, scorer: Scorer, device: torch.device) -> None:
         """`scorer`: after `shard`, its values loaded. `device`: where it computes."""
+        assert isinstance(scorer, FSDPModule)
         self.model = scorer.model
         self.device = device
         self._scorer = scorer
+        self._sharded: FSDPModule = scorer
+        self._num_left = 1
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
 
     def score(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
         """Logprobs, which carry gradients, and entropies of the tokens in the loss."""
+        self._num_left -= 1
+        # Within a group gradients are added up at every micro-batch, over the groups (HSDP) once a step.
+        self._sharded.set_requires_all_reduce(self._num_left <= 0)
         out: tuple[Tensor, Tensor] = self._scorer(batch)
         return out
 
-    def refresh(self) -> None:
-        """Nothing to do: parameters are converted each time they are gathered."""
+    def refresh(self, num_micro_batches: int = 1) -> None:
+        """Parameters are converted each time they are gathered; only the micro-batches are counted."""
+        self._num_left = num_micro_batches
 
     def collect(self) -> None:
         """Nothing to do: backward has added the gradients up over the ranks."""

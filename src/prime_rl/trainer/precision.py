@@ -39,8 +39,8 @@ class ComputeModel:
         return out
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the masters' values; called once a step."""
+    def refresh(self, num_micro_batches: int = 1) -> None:
+        """Take over the masters' values; called once a step, however many micro-batches it has."""
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), [self.parameters[name] for name in self._copies])
 

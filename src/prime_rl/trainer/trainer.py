@@ -221,11 +221,12 @@ def accumulate_gradients(
     `rows`: this rank's part of the batch, by default all of it; every rank must have as many. The gradients are added
     to the `.grad` of `model.parameters`. How the batch is split into micro-batches and ranks makes no difference.
     """
-    model.refresh()
+    rows = batch.micro_batches if rows is None else rows
+    model.refresh(len(rows))
     counts = batch.stream_tokens
     losses: list[Tensor] = []
     metrics = MetricSums()
-    for row in batch.micro_batches if rows is None else rows:
+    for row in rows:
         tokens = DeviceBatch.from_numpy(row, model.device)
         output = loss(tokens.streams(*model.score(tokens)))
         row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()
