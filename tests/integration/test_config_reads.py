@@ -22,6 +22,10 @@ ALWAYS = "test_what_the_server_cannot_do_without_is_always_there"
 CUSTOM = "test_a_function_of_the_users_is_the_policy_gradient"
 SENDER = "test_the_sender_meets_the_servers_where_and_as_long_as_is_configured"
 JOINS = "test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_the_gpus"
+COMPILED = "test_compiled_layers_give_the_values_and_gradients_of_eager_ones_and_share_their_code"
+DRAWN = "test_weights_are_drawn_from_the_seed_when_asked_for_although_there_are_some"
+CLIPPED = "test_clipping_scales_large_gradients_only_and_reports_the_norm_they_had"
+AS_TORCH = "test_it_moves_weights_as_torchs_own_does_but_for_the_rounding_of_that"
 TESTED = {
     # only with vLLM, or on a GPU
     **{
@@ -30,6 +34,13 @@ TESTED = {
             *("gpu_memory_utilization", "kv_cache_offload.cpu.num_bytes", "model.enforce_eager"),
             *("model.tool_call_parser", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
         )
+    },
+    **{
+        f"{process} model.ac_offloading.{key}": (
+            "tests/gpu/test_training.py::test_recomputation_compilation_and_offload_change_nothing"
+        )
+        for process in ("trainer", "sft")
+        for key in ("pin_memory", "max_inflight_activations")
     },
     # one value is taken, others are refused
     "inference api_server_count": f"{UNIT}/inference/vllm/test_arguments.py::{ALWAYS}",
@@ -50,15 +61,45 @@ TESTED = {
         f"trainer ref_kl.{key}": f"{UNIT}/trainer/rl/test_loss.py::test_every_key_of_ref_kl_changes_its_stream"
         for key in ("mask_low", "mask_high", "kl_tau")
     },
-    # read before the orchestrator starts: a batch has a rollout for each
-    "orchestrator num_train_workers": (
-        f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"
-    ),
     # no run that all keys are looked for in trains adapters (test_adapters does)
     **{
         f"{process} model.lora.{key}": f"{UNIT}/trainer/test_publication.py::{ADAPTER}"
         for process in ("trainer", "sft")
         for key in ("rank", "alpha", "dropout", "target_modules", "modules_to_save", "merge")
+    },
+    # read before the orchestrator starts: a batch has a rollout for each
+    "orchestrator num_train_workers": (
+        f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"
+    ),
+    # sections that no run here has, and optimizers and schedules that none of `trainer` or none of `sft` has
+    **{
+        f"{process} {key}": f"{UNIT}/trainer/{test}"
+        for process in ("trainer", "sft")
+        for key, test in {
+            **{
+                f"model.ac.{key}": "test_memory.py::test_recomputation_keeps_less_and_changes_no_bit"
+                for key in ("freq", "mode", "targets", "keep_attention")
+            },
+            "model.compile.fullgraph": f"test_memory.py::{COMPILED}",
+            "model.debug.random_init": f"test_model.py::{DRAWN}",
+            **{
+                f"model.lora.{key}": "test_adapters.py::test_peft_loads_what_is_published_and_gives_the_same_logits"
+                for key in ("rank", "alpha", "target_modules", "modules_to_save")
+            },
+            "model.lora.dropout": "test_adapters.py::test_dropout_is_of_the_adapters_input_and_in_training_alone",
+            "model.lora.merge": "test_publication.py::test_what_is_published_follows_from_the_configuration",
+            **{
+                f"optim.{key}": "test_optim.py::test_steps_equal_those_of_torch_with_decay_on_matrices_only"
+                for key in ("lr", "weight_decay", "betas1", "betas2", "momentum")
+            },
+            "optim.max_norm": f"test_optim.py::{CLIPPED}",
+            "optim.mu": "test_muon.py::test_two_updates_are_those_computed_by_hand",
+            "optim.nesterov": f"test_muon.py::{AS_TORCH}",
+            **{
+                f"scheduler.{key}": "test_optim.py::test_a_linear_schedule_starts_and_ends_at_its_least_rate"
+                for key in ("warmup_steps", "decay_steps", "min_lr")
+            },
+        }.items()
     },
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
