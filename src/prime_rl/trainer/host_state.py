@@ -43,7 +43,7 @@ class HostState:
             visiting, arrived = ahead
             if index + 1 < len(buckets):
                 ahead = self._fetched(buckets[index + 1])
-            self._runtime.current_stream().wait_event(arrived)
+            arrived.wait(self._runtime.current_stream())
             yield visiting
             self._return(visiting, bucket)
 
@@ -66,7 +66,9 @@ class HostState:
             for slot, there in zip(slots, visiting, strict=True):
                 for key, tensor in slot.state.items():
                     there.state[key].copy_(local(tensor), non_blocking=True)
-        return visiting, self._up.record_event()
+        arrived = self._runtime.Event()
+        arrived.record(self._up)
+        return visiting, arrived
 
     def _return(self, visiting: Sequence[Slot], slots: Sequence[Slot]) -> None:
         self._down.wait_stream(self._runtime.current_stream())
