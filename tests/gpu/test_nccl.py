@@ -78,9 +78,13 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")
 @pytest.mark.timeout(600)
-def test_every_parameter_changed_by_its_own_amount_reaches_vllm_over_nccl_and_through_files(tmp_path, model, free_port):
+@pytest.mark.parametrize("start_trainer", ["whole", "in slices"])
+def test_every_parameter_changed_by_its_own_amount_reaches_vllm_over_nccl_and_through_files(
+    tmp_path, model, free_port, start_trainer
+):
     """Steps 1 and 2 are broadcast, 3 falls back to files that are soon removed, 4 is the last, which stays."""
     pytest.importorskip("vllm")
+    trainer = {"whole": trainer_of_one, "in slices": trainer_of_two}[start_trainer]
     (tmp_path / "broadcasts").mkdir()
     meeting = {"host": "127.0.0.1", "port": MEETING_PORT, "rank_offset": 1, "world_size": 2, "timeout": START_S}
     with server(model, tmp_path, free_port) as http, trainer(model, tmp_path) as process:
@@ -212,18 +216,43 @@ def wait_until_healthy(http: httpx.Client, process: "subprocess.Popen[bytes]", l
         time.sleep(0.2)
 
 
+def spec_of(model: Path, root: Path) -> dict[str, Any]:
+    """What a trainer is told."""
+    where = {"model_dir": str(model), "output_dir": str(root), "port": MEETING_PORT, "device": "cuda"}
+    return where | {"max_steps": 4, "added": 1 / 1024}
+
+
 @contextmanager
-def trainer(model: Path, root: Path) -> Iterator["subprocess.Popen[str]"]:
+def trainer_of_one(model: Path, root: Path) -> Iterator["subprocess.Popen[str]"]:
     """The benchmark's: publishes each step that it reads."""
-    spec = {"via": "nccl", "port": MEETING_PORT, "device": "cuda", "dtype": "bfloat16", "max_steps": 4}
-    spec |= {"model_dir": str(model), "output_dir": str(root), "added": 1 / 1024}
+    spec = spec_of(model, root) | {"via": "nccl", "dtype": "bfloat16"}
     words = [sys.executable, "benchmarks/update.py", "--publisher", json.dumps(spec)]
-    process = subprocess.Popen(words, cwd=ROOT, env=on_gpu(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with told_to_publish(words, on_gpu(1)) as process:
+        yield process
+
+
+@contextmanager
+def trainer_of_two(model: Path, root: Path) -> Iterator["subprocess.Popen[str]"]:
+    """One rank on each GPU; the first, which sends, on the one that the server does not use."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [str(ROOT / "tests/gpu/sharded_trainer.py"), json.dumps(spec_of(model, root))]
+    visible = [on_gpu(index)["CUDA_VISIBLE_DEVICES"] for index in (1, 0)]
+    with told_to_publish(words, os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}) as process:
+        yield process
+
+
+@contextmanager
+def told_to_publish(words: list[str], env: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
-        process.kill()
-        process.wait(60)
+        process.terminate()  # torchrun ends its ranks then
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(60)
 
 
 def on_gpu(index: int) -> dict[str, str]:
