@@ -85,7 +85,7 @@ def test_sft_and_rl_run_on_one_gpu(tmp_path, free_port):
     rewards = [row["reward/mean"] for row in batches]
     assert rewards[0] <= 0.5
     assert sum(rewards[-3:]) / 3 >= 0.8
-    assert "on NVIDIA" in RunPaths(tmp_path / "rl").log("trainer").read_text()
+    assert "on 1 x NVIDIA" in RunPaths(tmp_path / "rl").log("trainer").read_text()
     # Where the weights that sampled are those that train, the engine equals the trainer.
     on_policy = [row for row, batch in zip(rows, batches, strict=True) if batch["off_policy_gap/max"] == 0]
     assert on_policy
