@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,20 +72,17 @@ def torch_adamw(groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), foreach=False, fused=False)
 
 
-def torch_sgd(groups: list[dict]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=False, fused=False)
-
-
-def torch_plain_sgd(groups: list[dict]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.1, foreach=False, fused=False)
+def torch_sgd(**options) -> Callable[[list[dict]], torch.optim.Optimizer]:
+    return lambda groups: torch.optim.SGD(groups, lr=0.1, foreach=False, fused=False, **options)
 
 
 @pytest.mark.parametrize(
     ("config", "reference"),
     [
         (AdamWConfig(lr=0.1, weight_decay=0.5, betas1=0.8, betas2=0.9), torch_adamw),
-        (SGDConfig(lr=0.1, weight_decay=0.5), torch_sgd),
-        (SGDConfig(lr=0.1, weight_decay=0.5, momentum=0.0), torch_plain_sgd),
+        (SGDConfig(lr=0.1, weight_decay=0.5), torch_sgd(momentum=0.9, nesterov=True)),
+        (SGDConfig(lr=0.1, weight_decay=0.5, momentum=0.8, nesterov=False), torch_sgd(momentum=0.8)),
+        (SGDConfig(lr=0.1, weight_decay=0.5, momentum=0.0), torch_sgd()),
     ],
 )
 def test_steps_equal_those_of_torch_with_decay_on_matrices_only(config, reference):
