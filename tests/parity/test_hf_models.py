@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prime_rl.config.trainer import ActivationCheckpointConfig, TrainerModelConfig
 from prime_rl.errors import ModelError
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder
@@ -17,6 +18,7 @@ from prime_rl.models.hf import copy_assets, load_decoder, load_hf_tensors, read_
 from prime_rl.models.language_model import LanguageModel
 from prime_rl.models.local_attention import _PIECE
 from prime_rl.models.transformers_model import TransformersModel, chosen_impl, empty_transformers_model
+from prime_rl.trainer import memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -150,6 +152,14 @@ def test_the_library_and_our_decoder_are_the_same_model(tied: bool, tmp_path: Pa
     assert {name for name, _ in theirs.named_parameters()} == {name for name, _ in ours.named_parameters()}
     rows = documents(LENGTHS)
     torch.testing.assert_close(logits_of(theirs, rows), logits_of(ours, rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mamba"])
+def test_computing_layers_again_changes_nothing(model_type: str, tmp_path: Path) -> None:
+    reference = saved(model_type, PACKED.get(model_type) or SIDE_BY_SIDE[model_type][0], tmp_path)
+    model = loaded(tmp_path)
+    memory.apply(model, TrainerModelConfig(ac=ActivationCheckpointConfig()), torch.device("cpu"))
+    compare(model, reference, documents(LENGTHS))
 
 
 def test_weights_drawn_from_a_seed_are_the_librarys_and_fill_the_model(tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def _recomputed(method: Callable[..., Any], *, is_random: bool) -> Callable[...,
 def _again(function: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
     """`function` of a module, as one function for all modules of a class: compiled code is found by it."""
 
-    def recomputed(self: nn.Module, *args: Any) -> Any:
-        bound = functools.partial(function, self)
+    def recomputed(self: nn.Module, *args: Any, **named: Any) -> Any:
+        bound = functools.partial(function, self, **named)
         return checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=is_random)
 
     # A code object of its own: the compiler keeps a limited number of versions of each.
