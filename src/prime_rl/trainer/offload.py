@@ -56,7 +56,7 @@ class ActivationOffload:
         self, device: torch.device, *, pin_memory: bool, max_inflight: int, min_bytes: int = MIN_BYTES
     ) -> None:
         """`max_inflight`: storages that are copied at a time and so still held by the device, in either direction."""
-        if device.type == "cuda" and device.index is None:
+        if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
         self._device = device
         self._pin_memory = pin_memory and device.type == "cuda"
