@@ -1,6 +1,7 @@
 """Several ranks on this machine, over gloo or NCCL: a function that runs in each of them."""
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, device: str =
     for process in processes:
         process.start()
     try:
-        found = dict(answers.get(timeout=TIMEOUT_S) for _ in processes)
+        found = dict(pickle.loads(answers.get(timeout=TIMEOUT_S)) for _ in processes)
     finally:
         for process in processes:
             process.join(10)
@@ -60,6 +61,6 @@ def _run(work: Callable[..., Any], arguments: Any, device: str, env: Mapping[str
     try:
         with joined(lambda: torch.device(device), timeout=TIMEOUT_S) as ranks:
             answer = work(ranks, *arguments)
-        answers.put((rank, answer))
+        answers.put(pickle.dumps((rank, answer)))  # bytes: tensors of its own are gone with the process
     except BaseException:  # noqa: BLE001 (told by the parent)
-        answers.put((rank, _Failed(traceback.format_exc())))
+        answers.put(pickle.dumps((rank, _Failed(traceback.format_exc()))))

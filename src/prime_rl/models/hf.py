@@ -63,6 +63,11 @@ def resolve_tokenizer(name: str) -> Path:
 
 def _resolve(what: str, name: str, patterns: list[str]) -> Path:
     path = Path(name).expanduser()
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise ModelError(
+            f"{what} {name!r} is an adapter, without the model that it belongs to; give a merged one (model.lora.merge "
+            "has a training run write merged/step_N), or that model"
+        )
     if path.is_dir():
         return path
     if _RUN_WEIGHTS.search(name):

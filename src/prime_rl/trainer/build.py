@@ -66,12 +66,24 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
     model = build_model(config.model, directory, ranks, seed=config.seed)
     cost = cost_of(model.model, read_json(directory / "config.json"))
     device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
-    _logger.info("Training %s, %.1fM parameters, on %d x %s", directory, num_parameters / 1e6, ranks.size, device_name)
+    num_all = sum(parameter.numel() for parameter in model.model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters.values())
+    of_all = "" if num_trained == num_all else f"{num_trained / 1e6:.1f}M of "
+    size = f"{of_all}{num_all / 1e6:.1f}M parameters"
+    _logger.info("Training %s, %s, on %d x %s", directory, size, ranks.size, device_name)
     if config.log.log_data:
         batches = LoggedBatches(batches, load_tokenizer(inputs.tokenizer))
     schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
     with ExitStack() as stack:
+        publisher = build_publisher(
+            config,
+            model=model,
+            ranks=ranks,
+            assets=directory,
+            tokenizer=inputs.tokenizer,
+            keep_last=inputs.keep_last,
+            stack=stack,
+        )
         monitor = FanOut([JsonlMonitor(paths.metrics("trainer"))] if ranks.is_leader else [])
         stack.enter_context(closing(monitor))
         Trainer(
@@ -81,15 +93,7 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
             ),
             batches=batches,
             loss=inputs.loss,
-            publisher=build_publisher(
-                config,
-                model=model,
-                ranks=ranks,
-                assets=directory,
-                tokenizer=inputs.tokenizer,
-                keep_last=inputs.keep_last,
-                stack=stack,
-            ),
+            publisher=publisher,
             monitor=monitor,
             meter=PerfMeter(cost, ranks, device_name),
             options=LoopOptions(

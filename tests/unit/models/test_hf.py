@@ -151,3 +151,9 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
         if whole.ndim:
             assert torch.equal(stored.rows(1, 3), whole[1:3])
             assert stored.rows(len(whole), len(whole)).numel() == 0
+
+
+def test_an_adapter_is_no_model_and_says_what_to_give_instead(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"is an adapter, without the model.*merged/step_N"):
+        resolve_model(str(tmp_path))
