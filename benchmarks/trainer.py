@@ -146,10 +146,10 @@ ROWS = (
     ),
     row("sft-0.6b-64k", "more", (*COMPILE, *FULL_AC), limit_s=220),  # published: out of memory
     variant("rl-0.6b-64k-noac", "rl-0.6b-64k", "more", COMPILE, limit_s=220),
-    beside("rl-0.6b-64k-offload", "offload", (*COMPILE, *FULL_AC, *OFFLOAD), limit_s=220),
-    beside("rl-0.6b-lora-64k-offload", "offload", (*COMPILE, *FULL_AC, *OFFLOAD, *LORA), limit_s=220),
-    beside("rl-4b-lora-16k-offload", "offload", (*COMPILE, *FULL_AC, *OFFLOAD, *LORA)),
-    beside("rl-4b-lora-64k-offload", "offload", (*COMPILE, *FULL_AC, *OFFLOAD, *LORA), limit_s=330),
+    beside("rl-0.6b-64k-offload", "offload", (*COMPILE, *WHOLE_AC, *OFFLOAD), limit_s=220),
+    beside("rl-0.6b-lora-64k-offload", "offload", (*COMPILE, *WHOLE_AC, *OFFLOAD, *LORA), limit_s=220),
+    beside("rl-4b-lora-16k-offload", "offload", (*COMPILE, *WHOLE_AC, *OFFLOAD, *LORA)),
+    beside("rl-4b-lora-64k-offload", "offload", (*COMPILE, *WHOLE_AC, *OFFLOAD, *LORA), limit_s=330),
     *(row(f"sft-4b-8k-x{n}", "scaling", (*COMPILE, *FULL_AC), ranks=n, limit_s=240) for n in (1, 2, 4)),
 )
 
