@@ -31,6 +31,7 @@ CHANGES = {
     "in the host's memory": {"fsdp_cpu_offload": True},
     "recomputed, with adapters": {"ac": {}, "lora": {"rank": 4, "modules_to_save": ["norm"]}},
     "muon": {},
+    "added up in bfloat16": {"reduce_dtype": "bfloat16"},
     "bfloat16": {"optimization_dtype": "bfloat16"},
     "bfloat16, with adapters": {"optimization_dtype": "bfloat16", "lora": {"rank": 4}},
 }
@@ -64,7 +65,8 @@ def cases(root: Path) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def alone(root: Path) -> dict[str, Trained]:
-    ours = {name: case for name, case in cases(root).items() if name != "in the host's memory"}
+    only_ranks = ("in the host's memory", "added up in bfloat16")
+    ours = {name: case for name, case in cases(root).items() if name not in only_ranks}
     trained = dict(zip(ours, train_all(ALONE, list(ours.values())), strict=True))
     return trained | {"in the host's memory": trained["tied"], "replicas": trained["tied"]}
 
@@ -160,6 +162,12 @@ def test_in_bfloat16_ranks_stay_as_near_to_float32_as_one_process_does(two, alon
     ours, theirs = (distance(trained["bfloat16"], alone["tied"], root) for trained in (two[0], alone))
     assert 0 < ours < 1.5 * theirs
     assert two[0]["bfloat16"].logged("loss/mean") == pytest.approx(alone["tied"].logged("loss/mean"), abs=0.05)
+
+
+def test_gradients_that_are_added_up_in_bfloat16_are_rounded_and_nothing_else_is(two, alone, root):
+    assert 10 * TOLERANCE < distance(two[0]["added up in bfloat16"], alone["tied"], root) < 0.1
+    first = [trained.logged("loss/mean")[0] for trained in (two[0]["added up in bfloat16"], alone["tied"])]
+    assert first[0] == pytest.approx(first[1], rel=TOLERANCE)
 
 
 def test_adapters_in_bfloat16_leave_the_frozen_weights_alone(two, alone):
