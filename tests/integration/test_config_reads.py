@@ -25,7 +25,6 @@ JOINS = "test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_
 COMPILED = "test_compiled_layers_give_the_values_and_gradients_of_eager_ones_and_share_their_code"
 DRAWN = "test_weights_are_drawn_from_the_seed_when_asked_for_although_there_are_some"
 CLIPPED = "test_clipping_scales_large_gradients_only_and_reports_the_norm_they_had"
-AS_TORCH = "test_it_moves_weights_as_torchs_own_does_but_for_the_rounding_of_that"
 TESTED = {
     # only with vLLM, or on a GPU
     **{
@@ -44,6 +43,12 @@ TESTED = {
     },
     # one value is taken, others are refused
     "inference api_server_count": f"{UNIT}/inference/vllm/test_arguments.py::{ALWAYS}",
+    # only in a benchmark
+    **{
+        f"{process} bench.{key}": f"{UNIT}/trainer/test_bench.py::test_every_key_of_a_benchmark_changes_it"
+        for process in ("trainer", "sft")
+        for key in ("steps", "warm_up", "output_json")
+    },
     # only over NCCL
     **{f"trainer weight_broadcast.{key}": f"{UNIT}/trainer/rl/test_train.py::{SENDER}" for key in NCCL},
     **{f"orchestrator weight_broadcast.{key}": f"{UNIT}/orchestrator/test_broadcasts.py::{JOINS}" for key in NCCL},
@@ -90,11 +95,10 @@ TESTED = {
             "model.lora.merge": "test_publication.py::test_what_is_published_follows_from_the_configuration",
             **{
                 f"optim.{key}": "test_optim.py::test_steps_equal_those_of_torch_with_decay_on_matrices_only"
-                for key in ("lr", "weight_decay", "betas1", "betas2", "momentum")
+                for key in ("lr", "weight_decay", "betas1", "betas2", "momentum", "nesterov")
             },
             "optim.max_norm": f"test_optim.py::{CLIPPED}",
             "optim.mu": "test_muon.py::test_two_updates_are_those_computed_by_hand",
-            "optim.nesterov": f"test_muon.py::{AS_TORCH}",
             **{
                 f"scheduler.{key}": "test_optim.py::test_a_linear_schedule_starts_and_ends_at_its_least_rate"
                 for key in ("warmup_steps", "decay_steps", "min_lr")

@@ -5,7 +5,7 @@ import pytest
 
 from prime_rl.config.bench import measured
 from prime_rl.config.load import load
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ArtifactError
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths
@@ -58,3 +58,18 @@ def test_what_an_earlier_benchmark_left_is_removed_and_nothing_else(tmp_path):
     assert not paths.weights.exists()
     assert not paths.metrics("trainer").exists()
     assert paths.metrics("orchestrator").exists()
+
+
+@pytest.mark.parametrize("root", [TrainerConfig, SFTConfig])
+def test_every_key_of_a_benchmark_changes_it(tmp_path, root):
+    file = tmp_path / "bench.json"
+    keys = {"steps": 5, "warm_up": 2, "output_json": file}
+    flags = [f"--bench.{key}={value}" for key, value in keys.items()]
+    config = measured(load(root, [*flags, "--output-dir", str(tmp_path)], {}))
+    assert config.max_steps == keys["steps"]
+    monitor = JsonlMonitor(RunPaths(config.output_dir).metrics("trainer"))
+    for step in range(5):
+        monitor.log({"time/step": float(step)}, step=step)
+    monitor.close()
+    assert report("any", config).count("(warm-up)") == keys["warm_up"]
+    assert json.loads(file.read_text())["mean"]["time/step"] == 3.0
