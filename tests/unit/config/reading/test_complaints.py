@@ -57,7 +57,8 @@ FLAGS = {
     "orchestrator --filters.0.type gibberish --filters.0.window 3": "filters.0.window (--filters.0.window) is a key of "
     "filters.0.type repetition; filters.0.type is gibberish (--filters.0.type): set --filters.0.type",
     # values for tables
-    "trainer --model.ac full": "model.ac: is a table with the keys freq, mode, targets, not 'full' (--model.ac); write "
+    "trainer --model.ac full": "model.ac: is a table with the keys freq, keep_attention, mode, targets, not 'full' "
+    "(--model.ac); write "
     "--model.ac.freq 1",
     "trainer --scheduler cosine": "scheduler: is a table with the keys decay_steps, min_lr, type, warmup_steps, not "
     "'cosine' (--scheduler); write --scheduler.type cosine",
@@ -99,7 +100,7 @@ FILES = [
     (
         "rl",
         '[trainer.model]\nac = "full"',
-        "trainer.model.ac: is a table with the keys freq, mode, targets, not 'full' (c.toml:2); write "
+        "trainer.model.ac: is a table with the keys freq, keep_attention, mode, targets, not 'full' (c.toml:2); write "
         "[trainer.model.ac] with freq = 1",
     ),
     (
