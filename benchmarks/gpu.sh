@@ -135,12 +135,12 @@ scaling() {
 
 training() { free_gpus && measure training-long 590 --rows long && measure training-more 590 --rows more offload; }
 
-# measure NAME SECONDS ARGUMENT...: benchmarks/trainer.py, which ends by itself before the deadline. Models stay in $OUT.
+# measure NAME SECONDS ARGUMENT...: benchmarks/trainer.py, which ends by itself before the deadline
 measure() {
   local name=$1 limit=$2
   shift 2
   step "$name" "$limit" "$PYTHON" benchmarks/trainer.py "$@" --budget $((limit - 15)) --logs "$OUT/training" \
-    --json "$OUT/$name.json"
+    --models "${TMPDIR:-/tmp}/trainer-bench-models" --json "$OUT/$name.json"
 }
 
 sft() {

@@ -170,6 +170,7 @@ class Bench:
     """Where and how rows run."""
 
     logs: Path
+    models: Path
     device: str
     is_tiny: bool
     python: str
@@ -180,7 +181,7 @@ class Bench:
     def model_dir(self, row: Row) -> Path:
         """Made when it is first asked for, by a process of its own."""
         name = TINY if self.is_tiny else row.model
-        directory = self.logs / "models" / name
+        directory = self.models / name
         if not (directory / "config.json").exists():
             words = [self.python, str(Path(__file__)), "--make", name, str(directory)]
             subprocess.run(words, check=True, timeout=300, env=self.environment())
@@ -393,7 +394,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--profile", nargs="+", default=[], metavar="ROW", help="rows to trace, after the others")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds; what does not fit in is named")
-    parser.add_argument("--logs", type=Path, default=None, help="logs, traces and models (default: a new directory)")
+    parser.add_argument("--logs", type=Path, default=None, help="logs and traces (default: a new directory)")
+    parser.add_argument("--models", type=Path, default=None, help="where models are made, 10 GB (default: in --logs)")
     parser.add_argument("--json", type=Path, default=None, help="file for all figures")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU: tries the script")
     parser.add_argument("--python", default=sys.executable)
@@ -409,7 +411,13 @@ def main() -> None:
     rows = chosen_rows(args.rows if args.rows is not None else [] if args.profile else ["main"])
     profiled = chosen_rows(args.profile)
     logs = (args.logs or Path(tempfile.mkdtemp(prefix="trainer-bench-"))).resolve()
-    bench = Bench(logs=logs, device="cpu" if args.dry_run else "cuda", is_tiny=args.dry_run, python=args.python)
+    bench = Bench(
+        logs=logs,
+        models=(args.models or logs / "models").resolve(),
+        device="cpu" if args.dry_run else "cuda",
+        is_tiny=args.dry_run,
+        python=args.python,
+    )
     print(f"logs in {logs}/", flush=True)
     if args.dry_run:
         print("dry run: a tiny model and short documents on the CPU; the figures mean nothing", flush=True)

@@ -161,7 +161,7 @@ def test_the_command_line_of_a_row_is_one_that_the_trainer_takes(modules, tmp_pa
     for name in ("0.6b", "4b"):
         (directory / name).mkdir(parents=True)
         (directory / name / "config.json").write_text(json.dumps({}))
-    bench = modules.trainer.Bench(logs=tmp_path, device="cuda", is_tiny=False, python=sys.executable)
+    bench = modules.trainer.Bench(logs=tmp_path, models=directory, device="cuda", is_tiny=False, python=sys.executable)
     for row in modules.trainer.ROWS:
         words = bench.words(row, tmp_path, 8, [])
         flags = words[next(index for index, word in enumerate(words) if word.startswith("--model")) :]
