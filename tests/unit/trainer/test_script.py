@@ -70,7 +70,8 @@ def test_what_all_ranks_find_wrong_is_told_once_and_without_a_traceback(start, t
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("sft: model '/none' is neither a local directory")
-    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["configs", "logs"]
+    left = {path.name for path in (tmp_path / "outputs").iterdir()}
+    assert left - {"logs"} == {"configs"}, "the second rank may have come to log it, or not"
 
 
 RANKS = """
