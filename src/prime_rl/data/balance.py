@@ -23,18 +23,27 @@ _UNIT: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Time of a sequence of L tokens: linear * L + quadratic * L^2, in any unit; a row costs what its sequences do."""
+    """Time of a sequence of L tokens, N of them in the loss: linear * L + quadratic * L^2 + per_loss_token * N.
+
+    In any unit; a row costs what its sequences do.
+    """
 
     linear: float
     quadratic: float = 0.0
+    per_loss_token: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.linear > 0, "every token costs something"
         assert self.quadratic >= 0
+        assert self.per_loss_token >= 0
 
-    def relative(self, lengths: Ints) -> Ints:
-        """Cost of each length in units of 2^-30 of the largest: whole numbers, so that every rank adds up the same."""
+    def relative(self, lengths: Ints, loss_tokens: Ints | int = 0) -> Ints:
+        """Cost of each sequence in units of 2^-30 of the largest: whole numbers, so that all ranks add up the same.
+
+        `loss_tokens`: how many tokens of each are in the loss.
+        """
         costs = self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
+        costs = costs + self.per_loss_token * loss_tokens
         relative: Ints = np.ceil(costs / costs.max() * _UNIT).astype(np.int64)
         return relative
 
@@ -155,12 +164,14 @@ class _Table:
     def _relieve(self, order: Ints, group: int) -> bool:
         """Make the best change that takes cost off the slowest row of a group; False when none saves time.
 
-        `order`: rows by micro-step, the slowest of each first. Suffixes: G documents given away by the slowest row,
-        one of each length; P their partners in a swap: every document, and for each row one of no length, for a move.
+        `order`: rows by micro-step, the slowest of each first. Suffixes: G documents given away by the slowest row, one
+        of each length and cost; P their partners in a swap: every document, and for each row one of no length, for a
+        move.
         """
         top, num_rows = int(order[group, 0]), len(self._loads)
         given_G = np.flatnonzero(self._row_of == top)
-        given_G = given_G[np.unique(self._lengths[given_G], return_index=True)[1]]
+        kinds = np.stack([self._lengths[given_G], self._costs[given_G]])
+        given_G = given_G[np.unique(kinds, axis=1, return_index=True)[1]]
         row_P = np.append(self._row_of, np.arange(num_rows))
         length_P = np.append(self._lengths, np.zeros(num_rows, np.int64))
         moved_GP = self._costs[given_G][:, None] - np.append(self._costs, np.zeros(num_rows, np.int64))

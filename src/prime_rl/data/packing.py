@@ -83,7 +83,8 @@ def deal(batch: TrainingBatch, num_ranks: int, capacity: int, cost: CostModel) -
             f"batch {batch.step} holds a sequence of {lengths.max()} tokens, more than a row of {capacity}; "
             "raise the trainer's model.seq_len"
         )
-    bins, loads = balanced(lengths, cost.relative(lengths), num_ranks, capacity)
+    loss_tokens = np.add.reduceat(documents.loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
+    bins, loads = balanced(lengths, cost.relative(lengths, loss_tokens), num_ranks, capacity)
     rows = [_take(documents, members) if members else MicroBatch.dummy() for members in bins]
     micro_steps = [rows[start : start + num_ranks] for start in range(0, len(rows), num_ranks)]
     # In every other micro-step the order is turned around, so that no rank has the longest row of all.

@@ -113,9 +113,10 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
 
 
 def _row_cost(cost: ModelCost) -> CostModel:
-    """What a document of L tokens costs in FLOPs; of a window's attention, that of a document longer than it."""
+    """What a document costs in FLOPs; of a window's attention, that of a document longer than it."""
     windows = sum(12 * units * window for units, window in cost.attention if window is not None)
     return CostModel(
-        linear=cost.body_flops(1) + cost.head_flops(1) + windows,
+        linear=cost.body_flops(1) + windows,
         quadratic=sum(6 * units for units, window in cost.attention if window is None),
+        per_loss_token=cost.head_flops(1),
     )

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -130,6 +131,17 @@ def test_no_rank_has_the_slowest_row_of_every_micro_step():
     batch = build_batch([sample(length, first_token=100 * length) for length in (8, 7, 6, 5)], step=0, seq_len=8)
     dealt = deal(batch, 2, 8, CostModel(linear=1.0))
     assert [[row.num_tokens for row in rows] for rows in dealt.rows] == [[8, 5], [7, 6]]
+
+
+def test_documents_are_dealt_by_their_tokens_in_the_loss_too():
+    """By length alone each rank would have two; the head makes the first document as dear as the others."""
+    samples = [sample(4, first_token=100 * index) for index in range(1, 5)]
+    out = {"loss_mask": np.zeros(4, np.bool_), "logprobs": np.zeros(4, np.float32)}
+    out["versions"] = np.full(4, NOT_SAMPLED, np.int32)
+    samples[1:] = [msgspec.structs.replace(item, **out) for item in samples[1:]]
+    dealt = deal(build_batch(samples, step=0, seq_len=16), 2, 16, CostModel(linear=1.0, per_loss_token=8 / 3))
+    assert sorted(row.num_tokens for rows in dealt.rows for row in rows) == [4, 12]
+    assert dealt.metrics["balance/idle"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_document_longer_than_a_row_of_the_trainer_is_an_error():
