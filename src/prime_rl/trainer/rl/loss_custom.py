@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.trainer.streams import LossFunction, LossOutput, TokenStreams
+
+TAKEN_METRICS: Final = frozenset({"entropy", "loss", "mismatch_kl", "nll", "ref_kl", "ref_kl_is_masked"})
+"""Names that the trainer logs itself, whatever the loss."""
 
 _RETURNS = "a custom loss returns (loss_N, metrics): a tensor [N] and a dict of name -> tensor [N]; see docs/losses.md"
 
@@ -110,6 +113,11 @@ def _called(
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         raise PrimeRLError(f"the loss {config.import_path} returned a {type(returned).__name__}; {_RETURNS}")
     loss_N, metrics_N = returned
+    if taken := sorted(TAKEN_METRICS & metrics_N.keys()):
+        names = ", ".join(map(repr, taken))
+        raise PrimeRLError(
+            f"the loss {config.import_path} returned metrics {names}, which the trainer has itself; rename them"
+        )
     for name, values in {
         "loss_N": loss_N,
         **{f"metric {name!r}": values for name, values in metrics_N.items()},

@@ -7,6 +7,7 @@ import pytest
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.loss_custom import TAKEN_METRICS
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "losses.md"
 
@@ -46,6 +47,9 @@ def detached(streams):
 
 def short_metric(streams):
     return streams.logprobs_N, {"m": streams.logprobs_N[:1]}
+
+def our_metric(streams):
+    return streams.logprobs_N, {"entropy": streams.entropies_N, "mine": streams.entropies_N, "nll": streams.entropies_N}
 
 value = 3
 '''
@@ -144,6 +148,22 @@ def test_what_goes_wrong_in_it_is_told_in_words(custom, make_streams, name, mess
     with pytest.raises(PrimeRLError) as caught:
         loss(make_streams([0.5, 0.5]))
     assert message in str(caught.value)
+
+
+def test_metrics_that_the_trainer_has_itself_are_refused(custom, make_streams):
+    loss = build_loss(custom("my_losses.our_metric"))
+    message = (
+        "the loss my_losses.our_metric returned metrics 'entropy', 'nll', which the trainer has itself; rename them"
+    )
+    with pytest.raises(PrimeRLError, match=re.escape(message)):
+        loss(make_streams([0.5, 0.5]))
+
+
+def test_the_names_that_are_taken_are_those_of_the_other_parts_of_the_loss_and_of_the_loss(custom, make_streams):
+    streams = make_streams([0.5, 0.5], ref_probs=[0.5, 0.5], ref_kl_weights=[1.0, 1.0])
+    output = build_loss(custom("my_losses.per_sequence"))(streams)
+    assert {*output.metrics_N, "loss"} == TAKEN_METRICS
+    assert all(name in DOCUMENTATION.read_text() for name in TAKEN_METRICS)
 
 
 def test_a_failure_names_the_line(custom, make_streams):
