@@ -52,12 +52,16 @@ class BatchReader:
     def __init__(self, root: Path) -> None:
         self._root = root
 
+    def directory(self, step: int) -> Path:
+        """Where batch `step` is, or will be."""
+        return step_dir(self._root, step)
+
     def wait(self, step: int, timeout: float, poll: float = 0.05, idle: Callable[[], None] | None = None) -> None:
         """Block until batch `step` is published; `timeout` and `poll` are seconds.
 
         `idle` is called before every pause. Raises: DeadlineExceeded saying what it waited for.
         """
-        directory = step_dir(self._root, step)
+        directory = self.directory(step)
         start = time.monotonic()
         next_notice = start + _NOTICE_INTERVAL_S
         while not (directory / MARKER).exists():
@@ -80,7 +84,7 @@ class BatchReader:
         Raises: as `wait`; ArtifactError naming a damaged file.
         """
         self.wait(step, timeout, poll)
-        directory = step_dir(self._root, step)
+        directory = self.directory(step)
         path = directory / _FILE
         try:
             batch = decode(read_verified(directory, _FILE))

@@ -6,7 +6,7 @@ from prime_rl.errors import ArtifactError
 from prime_rl.models.hf import resolve_model, vocab_size
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.build import Inputs, train
-from prime_rl.trainer.rl.data import FakeBatches, RolloutBatches
+from prime_rl.trainer.rl.data import SEEN_WITHIN_S, FakeBatches, RolloutBatches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.transport.batches import BatchReader
 from prime_rl.transport.manifest import latest_step
@@ -31,6 +31,8 @@ def train_rl(config: TrainerConfig) -> None:
     batches: RolloutBatches | FakeBatches = RolloutBatches(
         BatchReader(paths.rollouts),
         timeout=config.batch_timeout,
+        # A rank that misses the batch says so before the others, who wait for that rank, give up without a reason.
+        seen_within=min(SEEN_WITHIN_S, config.dist_timeout_seconds / 2),
         teacher_tau=0.0 if isinstance(config.loss, CustomLossConfig) else config.loss.teacher_tau,
     )
     if (fake := config.data.fake) is not None:

@@ -1,24 +1,35 @@
 """Where the RL trainer's batches come from: the orchestrator, or a stand-in for it that needs no other process."""
 
 import math
+import socket
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
 from prime_rl.config.trainer import FakeDataConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
-from prime_rl.errors import DataError
+from prime_rl.errors import DataError, DeadlineExceeded
 from prime_rl.transport.batches import BatchReader
+
+SEEN_WITHIN_S: Final = 120.0
+"""An NFS client may believe for 60 seconds that a new directory is not there (acdirmax)."""
 
 
 class RolloutBatches:
     """Waits for `rollouts/step_N`, at most `timeout` seconds each."""
 
-    def __init__(self, reader: BatchReader, *, timeout: float, teacher_tau: float = 0.0) -> None:
-        """`teacher_tau`: of the loss; above 0, every token of the policy gradient needs a teacher's logprob."""
+    def __init__(
+        self, reader: BatchReader, *, timeout: float, seen_within: float = SEEN_WITHIN_S, teacher_tau: float = 0.0
+    ) -> None:
+        """`seen_within`: seconds after which every machine sees a batch that one of them saw.
+
+        `teacher_tau`: of the loss; above 0, every token of the policy gradient needs a teacher's logprob.
+        """
         self._reader = reader
         self._timeout = timeout
+        self._seen_within = seen_within
         self._teacher_tau = teacher_tau
 
     def wait(self, step: int, idle: Callable[[], None]) -> None:
@@ -30,7 +41,13 @@ class RolloutBatches:
 
         DeadlineExceeded when this machine does not see a batch that another one saw.
         """
-        batch = self._reader.read(step, self._timeout)
+        try:
+            batch = self._reader.read(step, self._seen_within)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"rank 0 sees batch {step} in {self._reader.directory(step)}, this machine ({socket.gethostname()}) "
+                f"does not {self._seen_within:g} s later: output_dir must be on a disk that all nodes share"
+            ) from error
         missing = sum(row.num_without_reference("rl") for row in batch.micro_batches)
         if self._teacher_tau > 0 and missing:
             raise DataError(

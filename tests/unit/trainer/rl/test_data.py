@@ -1,4 +1,5 @@
 import math
+import socket
 
 import msgspec
 import numpy as np
@@ -23,9 +24,17 @@ def test_batches_come_in_the_order_of_steps(tmp_path, make_batch):
 def test_the_wait_for_a_batch_has_an_end(tmp_path):
     source = RolloutBatches(BatchReader(tmp_path), timeout=0.01)
     with pytest.raises(DeadlineExceeded, match="no batch for step 0"):
-        source.next(0)
-    with pytest.raises(DeadlineExceeded, match="no batch for step 0"):
         source.wait(0, lambda: None)
+
+
+def test_a_machine_that_does_not_see_the_batch_of_rank_0_says_so_soon(tmp_path):
+    source = RolloutBatches(BatchReader(tmp_path), timeout=3600, seen_within=0.01)
+    with pytest.raises(DeadlineExceeded) as caught:
+        source.next(4)
+    assert f"rank 0 sees batch 4 in {tmp_path / 'step_4'}, this machine ({socket.gethostname()}) does not" in str(
+        caught.value
+    )
+    assert "output_dir must be on a disk that all nodes share" in str(caught.value)
 
 
 def test_a_teacher_that_was_not_asked_for_every_token_is_missed(tmp_path, make_samples):
