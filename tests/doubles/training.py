@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FakeMonitor
+from prime_rl.trainer import host_state
 from prime_rl.trainer.ckpt import load_state, save_state
 from prime_rl.trainer.model import TrainedModel, build_model
 from prime_rl.trainer.optim import build_optimizer
@@ -37,6 +39,8 @@ class Case:
     directory: Path
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
+    bucket_bytes: int = host_state.BUCKET_BYTES
+    """With `optim_cpu_offload`: of how much optimizer state visits the device at once."""
     steps: range = range(5)
     load: Path | None = None
     save: Path | None = None
@@ -94,9 +98,10 @@ def _train(ranks: Ranks, case: Case) -> Trained:
         {"model": {"name": str(case.directory), **case.model}, "optim": {"type": "adamw", "lr": LR, **case.optim}}
     )
     model = build_model(config.model, case.directory, ranks, seed=0)
-    optimizer = build_optimizer(
-        model.parameters.items(), config.optim, lambda step: LR, cpu_offload=config.model.optim_cpu_offload
-    )
+    with patch.object(host_state, "BUCKET_BYTES", case.bucket_bytes):
+        optimizer = build_optimizer(
+            model.parameters.items(), config.optim, lambda step: LR, cpu_offload=config.model.optim_cpu_offload
+        )
     if case.load is not None:
         load_state(case.load, model, optimizer)
     monitor, publisher = FakeMonitor(), _Publisher()

@@ -7,12 +7,11 @@ from prime_rl.models.hf import load_decoder
 from prime_rl.trainer.ranks import Ranks
 from tests.doubles.ranks import on_ranks
 from tests.doubles.training import Case, train_all
-from tests.parity.test_ranks import assert_equal, cases, distance, root
+from tests.parity.test_ranks import EXACT, ONLY_RANKS, SAME, assert_equal, cases, distance, root
 
 __all__ = ["root"]  # a fixture
 
 pytestmark = pytest.mark.gpu
-EXACT = ("tied", "untied", "in the host's memory", "recomputed, with adapters", "muon")
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +23,14 @@ def trained(root):
     replicas = Case(directory=root / "tied", model={"dp_replicate": 2})
     sliced = cases(root) | {"replicas": replicas}
     two = dict(zip(sliced, on_ranks(2, train_all, list(sliced.values()), device="cuda")[0], strict=True))
-    only_ranks = ("in the host's memory", "added up in bfloat16")
-    whole = {name: case for name, case in cases(root).items() if name not in only_ranks}
+    whole = {name: case for name, case in cases(root).items() if name not in ONLY_RANKS}
     device = Ranks(rank=0, size=1, device=torch.device("cuda", 0))
     one = dict(zip(whole, train_all(device, list(whole.values())), strict=True))
-    one |= {"in the host's memory": one["tied"], "replicas": one["tied"]}
+    one |= {name: one[same] for name, same in SAME.items()}
     return {name: (two[name], one[name]) for name in one}
 
 
-@pytest.mark.parametrize("name", [*EXACT, "replicas"])
+@pytest.mark.parametrize("name", EXACT)
 def test_two_gpus_train_what_one_does(name, trained, root):
     assert_equal(*trained[name], root, "untied" if name == "untied" else "tied")
 

@@ -8,11 +8,13 @@ The three overlap, so a step takes about as long as the state needs over the bus
 three buckets of it. The arithmetic is the device's: results are those without offload, bit by bit.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from prime_rl.trainer.updates import Slot, local
 
@@ -80,10 +82,11 @@ class HostState:
                         there.state[key].record_stream(self._down)  # no reuse of its memory before the copy is done
 
     def _buckets(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """All ranks cut alike, though their slices differ in size: a rule may exchange what is in a bucket."""
         bucket: list[Slot] = []
         size = 0
         for slot in slots:
-            added = sum(local(tensor).nbytes for tensor in slot.state.values())
+            added = sum(_mean_bytes(tensor) for tensor in slot.state.values())
             if bucket and size + added > self._bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
@@ -91,3 +94,12 @@ class HostState:
             size += added
         if bucket:
             yield bucket
+
+
+def _mean_bytes(tensor: Tensor) -> int:
+    """Of a slice, over all ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor.nbytes
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    num_slices = math.prod(size for placement, size in sizes if placement.is_shard())
+    return tensor.numel() * tensor.element_size() // num_slices
