@@ -197,7 +197,7 @@ def _transfer(tensors: dict[str, torch.Tensor]) -> dict[str, bool | int]:
         mock.patch.object(nccl, "BUFFER_BYTES", BUFFER_BYTES),
         mock.patch.object(torch.cuda, "synchronize", wire.flush),
     ):
-        sender._send(tensors)
+        sender._send(iter(tensors.items()))
         assert not wire.leaving, "the sender came back before all had left"
         receiving = Receiving(wire.sent)
         _receive(engine, receiving, tensors)

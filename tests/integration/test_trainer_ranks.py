@@ -25,6 +25,7 @@ def test_rl_trains_over_two_ranks_and_serves_what_they_publish(sharded):
     assert "initialised at random" in sharded.rank_log("trainer", 1).read_text(), "others only warn"
 
 
+@pytest.mark.slow
 def test_two_nodes_train_what_one_process_does(nodes):
     one, two = (read_metrics(run.metrics("trainer")) for run in (nodes.alone, nodes.together))
     assert len(one) == len(two) == 3
