@@ -125,7 +125,9 @@ class _ClippedLossConfig(_PolicyLossConfig):
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> Any:
         if self.clip_ratio is not None and self.clip_ratio < 1 + self.clip_high:
-            raise Conflict(f"clip_ratio must be {1 + self.clip_high:g} or more: 1 + clip_high", "clip_ratio")
+            raise Conflict(
+                f"clip_ratio must be {1 + self.clip_high:g} or more: 1 + clip_high", "clip_ratio", "clip_high"
+            )
         return self
 
 

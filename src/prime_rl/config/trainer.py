@@ -37,12 +37,29 @@ class ActivationCheckpointConfig(BaseConfig):
     """full: whole layers. selective: only `targets` inside them."""
 
     targets: tuple[Literal["norm", "attn_proj", "mlp"], ...] = ("norm",)
-    """What is recomputed in a layer with `mode = "selective"`. attn_proj: from a layer's first norm to the rotated
-    queries and keys."""
+    """What is recomputed in a layer; others than the default need `mode = "selective"`. attn_proj: from a layer's first
+    norm to the rotated queries and keys."""
 
     keep_attention: bool = True
     """Whether `mode = "full"` keeps what goes into attention and comes out of it, so that attention, most of the work
-    of long sequences, is not computed twice. false: least memory."""
+    of long sequences, is not computed twice. false: least memory. With impl hf layers are always recomputed whole."""
+
+    @model_validator(mode="after")
+    def _suits_its_mode(self) -> Any:
+        if self.mode == "full" and self.targets != ("norm",):
+            raise Conflict(
+                "targets are for mode selective, mode full recomputes whole layers: set mode to selective",
+                "targets",
+                "mode",
+            )
+        if self.mode == "selective" and not self.keep_attention:
+            raise Conflict(
+                "keep_attention is for mode full, mode selective recomputes targets only: leave it out, or set mode to "
+                "full",
+                "keep_attention",
+                "mode",
+            )
+        return self
 
 
 class ActivationOffloadingConfig(BaseConfig):

@@ -50,7 +50,7 @@ CASES = [
     (
         "trainer --loss.type ppo_clip --loss.clip-ratio 1.1",
         "clip_ratio must be 1.2 or more: 1 + clip_high",
-        ["loss.clip_ratio = 1.1 (--loss.clip-ratio)"],
+        ["loss.clip_ratio = 1.1 (--loss.clip-ratio)", "loss.clip_high = 0.2 (default)"],
     ),
     (
         "orchestrator --buffer.easy-threshold 0.1 --buffer.hard-threshold 0.2",
@@ -74,6 +74,19 @@ CASES = [
         ],
     ),
     # the trainer
+    (
+        "trainer --model.ac.targets mlp,norm",
+        "set mode to selective",
+        ["model.ac.targets = [mlp, norm] (--model.ac.targets)", "model.ac.mode = full (default)"],
+    ),
+    (
+        "sft --model.ac.mode selective --no-model.ac.keep-attention",
+        "leave it out, or set mode to full",
+        [
+            "model.ac.keep_attention = false (--no-model.ac.keep-attention)",
+            "model.ac.mode = selective (--model.ac.mode)",
+        ],
+    ),
     (
         "trainer --model.trust-remote-code --model.impl custom",
         "set impl to hf or auto",

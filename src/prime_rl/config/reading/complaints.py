@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.reading.sources import unknown_key
-from prime_rl.config.reading.variants import owners, type_of
+from prime_rl.config.reading.variants import chosen_field, chosen_type, owners, type_of
 from prime_rl.config.schema import Kind, Path, Target, default_of, field_at, find, keys_at, members, target_of
 from prime_rl.config.values import Values, dotted
 from prime_rl.config.writing import in_toml
@@ -103,7 +103,7 @@ def _parts(key: str) -> Path:
 def _fact(root: type[BaseModel], values: Values, path: Path) -> str:
     """` = value (place)`; of a table the place alone."""
     if not values.has(path):
-        field = field_at(root, path)
+        field = chosen_field(root, values, path)
         return f" = {_shown(default_of(field) if field else None)} (default)"
     value = values.written(path)
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
@@ -168,9 +168,8 @@ def _of_another_type(root: type[BaseModel], values: Values, path: Path) -> str |
     if not types:
         return None
     of_type = (*path[:-1], "type")
-    field = field_at(root, path[:-1])
     origin = values.origin(path)
-    chosen = values.get(of_type, default=getattr(default_of(field), "type", None) if field else None)
+    chosen = chosen_type(root, values, path[:-1])
     place = values.origin(of_type) if values.has(of_type) else "default"
     fix = _flag(of_type) if _is_flag(origin) else dotted(of_type)
     return (

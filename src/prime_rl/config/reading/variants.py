@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.schema import Kind, Path, default_of, fields_of, target_of
+from prime_rl.config.schema import Kind, Path, default_of, field_at, fields_of, find, target_of
 from prime_rl.config.values import Values, dotted
 
 Sections = tuple[type[BaseModel], ...]
@@ -65,6 +65,23 @@ def _entries(field: FieldInfo, value: Any, path: Path) -> Iterator[tuple[Path, d
 def owners(options: Sections, key: str) -> list[str]:
     """The types that have `key`."""
     return [type_of(option) for option in options if key in option.model_fields] if len(options) > 1 else []
+
+
+def chosen_type(root: type[BaseModel], values: Values, section: Path) -> Any:
+    """The `type` of a section that may be of several: the one that `values` name, or the default."""
+    field = field_at(root, section)
+    default_type = getattr(default_of(field), "type", None) if field else None
+    return values.get((*section, "type"), default=default_type)
+
+
+def chosen_field(root: type[BaseModel], values: Values, path: Path) -> FieldInfo | None:
+    """As `field_at`, where the section around the key may be of several types: the field of the chosen one."""
+    around = find(root, path[:-1])
+    if around is None or len(around.sections) < 2:
+        return field_at(root, path)
+    chosen = chosen_type(root, values, path[:-1])
+    of_type = [section for section in around.sections if type_of(section) == chosen]
+    return fields_of(tuple(of_type)).get(str(path[-1]))
 
 
 def leave_out_keys_of_other_types(root: type[BaseModel], values: Values) -> None:
