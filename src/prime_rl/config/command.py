@@ -5,6 +5,7 @@
 A PrimeRLError ends a command with its message and exit code 1; a traceback only with `--log.level debug`.
 """
 
+import json
 import os
 import sys
 import time
@@ -36,6 +37,9 @@ SERVICES = ("inference", "eval")
 
 FIRST_RANK_S = 5.0
 """Time that the first of several ranks gets to say why a start is refused."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file in which torchrun wants the reason of a failure."""
 
 HELP, DRY_RUN, EXPLAIN = ("-h", "--help"), ("--dry-run", "--dry_run"), "--explain"
 
@@ -99,6 +103,7 @@ def _front(
         if not is_first_rank():
             time.sleep(FIRST_RANK_S)  # torchrun ends all ranks when one has ended: let the first one say why
             sys.exit(1)
+        tell_torchrun(str(error))
         sys.exit(f"{name}: {error}")
     return None
 
@@ -110,7 +115,16 @@ def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
     except PrimeRLError as error:
         if config.log.level == "debug":
             raise
+        tell_torchrun(str(error))
         sys.exit(f"{name}: {error}")
+
+
+def tell_torchrun(reason: str) -> None:
+    """Leave the reason of a failure where torchrun's summary takes it from; nothing where torchrun started nothing."""
+    if file := os.environ.get(ERROR_FILE):
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        content = json.dumps({"message": {"message": reason, "extraInfo": extra}})
+        FilePath(file).write_text(content, encoding="utf-8")
 
 
 def this_rank() -> int:

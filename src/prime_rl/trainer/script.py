@@ -3,7 +3,6 @@
 No torch in here: a dry run needs none.
 """
 
-import json
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from prime_rl.config.bench import measured
-from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, this_rank
+from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, tell_torchrun, this_rank
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.logs import get_logger
@@ -25,9 +24,6 @@ Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
 
 ECHO_S = 3 * FIRST_RANK_S
 """How long a rank that lost another one waits for that one's own words; they take FIRST_RANK_S at most."""
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun wants the reason of a failure, for its summary."""
 
 _logger = get_logger(__name__)
 
@@ -82,7 +78,7 @@ def _one_rank_tells(name: str, *, is_debug: bool) -> Iterator[None]:
             traceback.print_exc()
         rank = "" if is_first_rank() else f" (rank {this_rank()})"
         print(f"{name}{rank}: {reason}", file=sys.stderr, flush=True)
-        _tell_torchrun(reason)
+        tell_torchrun(reason)
         os._exit(1)
 
 
@@ -114,11 +110,3 @@ def _lost_others(error: Exception) -> str | None:
         "lost the other ranks: one of them has ended, or did not come within dist_timeout_seconds; look at the logs of "
         f"the ranks, and at what was printed on other machines ({said})"
     )
-
-
-def _tell_torchrun(reason: str) -> None:
-    """Leave the reason where torchrun's summary takes it from."""
-    if file := os.environ.get(ERROR_FILE):
-        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with open(file, "w", encoding="utf-8") as opened:
-            json.dump({"message": {"message": reason, "extraInfo": extra}}, opened)

@@ -1,5 +1,6 @@
 """The front of every command, in this process: what is printed, written and refused."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import write_toml
+from prime_rl.errors import ConfigError
 from prime_rl.logs import get_logger
 
 FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
@@ -148,3 +150,16 @@ def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
         run_command("trainer", TrainerConfig, fail, argv=[])
     with pytest.raises(ValueError, match="no such file"):
         run_command("trainer", TrainerConfig, fail, argv=["--log.level", "debug"])
+
+
+@pytest.mark.parametrize("argv", [["--optim.lr", "fast"], []])
+def test_torchrun_is_told_the_reason_of_a_refusal_for_its_summary(monkeypatch, tmp_path, argv):
+    def fail(config: TrainerConfig) -> None:
+        raise ConfigError("optim.lr: too high")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as caught:
+        run_command("trainer", TrainerConfig, fail, argv=argv)
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert told.startswith("optim.lr: ")
+    assert str(caught.value) == f"trainer: {told}"
