@@ -61,7 +61,16 @@ def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
         _train(config, inputs, ranks)
 
 
+def seed_dropout(seed: int, ranks: Ranks) -> None:
+    """Have every run draw the same, and every rank something else: it drops elements of other documents.
+
+    Everything else that is drawn has a generator of its own.
+    """
+    torch.manual_seed(seed + ranks.rank)
+
+
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
+    seed_dropout(config.seed, ranks)
     directory, batches, paths = inputs.directory, inputs.batches, RunPaths(config.output_dir)
     model = build_model(config.model, directory, ranks, seed=config.seed)
     cost = cost_of(model.model, read_json(directory / "config.json"))
