@@ -29,6 +29,7 @@ from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import Monitor
 from prime_rl.trainer import diagnosis
+from prime_rl.trainer.agreement import check_same_batch
 from prime_rl.trainer.garbage import controlled_garbage
 from prime_rl.trainer.metrics import MetricSums
 from prime_rl.trainer.model import TrainedModel
@@ -98,9 +99,9 @@ class Trainer:
     def run(self) -> None:
         """Train from step 0.
 
-        Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError
-        for a batch that does not fit the model; PrimeRLError for a loss or gradient that is not finite;
-        ArtifactError for weights that cannot be written.
+        Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError for a batch
+        that does not fit the model, or is not the same on all ranks; PrimeRLError for a loss or gradient that is not
+        finite; ArtifactError for weights that cannot be written.
         """
         max_steps = self._options.max_steps
         with controlled_garbage() as after_step:
@@ -137,11 +138,13 @@ class Trainer:
         if self._ranks.is_leader:
             self._batches.wait(step, self._idle)
             self._ranks.tell(_BATCH)
-            return self._batches.next(step)
-        while (word := self._ranks.hear()) != _BATCH:
-            assert word == _CATCH_UP, word
-            self._publisher.catch_up()
-        return self._batches.next(step)
+        else:
+            while (word := self._ranks.hear()) != _BATCH:
+                assert word == _CATCH_UP, word
+                self._publisher.catch_up()
+        batch = self._batches.next(step)
+        check_same_batch(batch, self._ranks)
+        return batch
 
     def _idle(self) -> None:
         if self._publisher.idle():

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import time
 
@@ -15,7 +16,7 @@ from prime_rl.monitors.base import FakeMonitor
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.precision import ComputeModel
-from prime_rl.trainer.ranks import ALONE
+from prime_rl.trainer.ranks import ALONE, Ranks
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.scoring import Scorer
 from prime_rl.trainer.streams import LossOutput
@@ -100,6 +101,21 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     assert row["optim/lr"] == 5e-3
     assert row["mismatch_kl/mean"] > 0
     assert 0 < row["entropy/mean"] <= row["entropy/max"] <= math.log(300) + 1e-5
+
+
+class WithAnother(Ranks):
+    """A rank that is told what another one has."""
+
+    def gathered(self, value):
+        return [value, dataclasses.replace(value, host="node1", checksum=0)]
+
+
+def test_a_batch_that_another_rank_does_not_have_is_not_trained_on(decoder, make_batch):
+    ranks = WithAnother(rank=0, size=2, device=torch.device("cpu"))
+    built, publisher, _ = trainer(decoder, make_batch(0), ranks=ranks)
+    with pytest.raises(DataError, match=r"ranks do not have the same batch: .* rank 1 \(node1\) has as many, but not"):
+        built.run()
+    assert publisher.published == []
 
 
 def test_training_lowers_the_loss_of_a_repeated_batch(decoder, make_batch):
