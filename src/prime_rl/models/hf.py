@@ -47,6 +47,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # as architectures call it
 _RUN_WEIGHTS = re.compile(r"(^|/)weights/step_\d+/?$")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
@@ -375,6 +376,24 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+def change_config(config_file: Path, *, dtype: str | None = None, num_layers: int | None = None) -> None:
+    """Let a config.json say what its weights are: all of `dtype`, of the first `num_layers` layers alone.
+
+    The data type stands under the key of transformers 5 and, where it is used, the older one.
+    """
+    config = read_json(config_file)
+    if dtype is not None:
+        config["dtype"] = dtype
+        if "torch_dtype" in config:
+            config["torch_dtype"] = dtype
+    if num_layers is not None:
+        for key in [key for key in _LAYER_COUNTS if key in config]:
+            config[key] = min(num_layers, config[key])
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][:num_layers]
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_assets(source: Path, destination: Path, *, tokenizer: Path | None = None) -> None:

@@ -208,7 +208,7 @@ def empty_transformers_model(
     """
     config = _config_of(directory, trust_remote_code)
     if num_layers is not None:
-        config.num_hidden_layers = num_layers
+        config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:num_layers]
     for key, value in config.to_dict().items():

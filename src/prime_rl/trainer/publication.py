@@ -55,7 +55,13 @@ def build_publisher(
     )
     publisher: Publisher
     if config.model.lora is None:
-        files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=assets, tokenizer=tokenizer)
+        files = WeightPublisher(
+            tensors=stored.gathering,
+            retention=retention,
+            assets=assets,
+            tokenizer=tokenizer,
+            num_layers=config.model.debug.num_layers,
+        )
         publisher = _over_nccl(config, stored, files, ranks, stack) or files
     else:
         publisher = _of_adapter(config, config.model.lora, model, stored, retention, assets, tokenizer)
@@ -94,7 +100,11 @@ def _of_adapter(
 
     def merged_at(where: Retention) -> WeightPublisher:
         return WeightPublisher(
-            tensors=lambda: merged_tensors(stored, adapter), retention=where, assets=assets, tokenizer=tokenizer
+            tensors=lambda: merged_tensors(stored, adapter),
+            retention=where,
+            assets=assets,
+            tokenizer=tokenizer,
+            num_layers=config.model.debug.num_layers,
         )
 
     if adapter.modules_to_save and retention.keep_last is not None:

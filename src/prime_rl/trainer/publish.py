@@ -122,12 +122,14 @@ class WeightPublisher:
         retention: Retention,
         assets: Path,
         tokenizer: Path,
+        num_layers: int | None = None,
     ) -> None:
-        """`tensors`: all of the model as it is now, whole, one after the other."""
+        """`tensors`: all of the model as it is now, whole, one after the other; see `publish_weights` for the rest."""
         self._tensors = tensors
         self._retention = retention
         self._assets = assets
         self._tokenizer = tokenizer
+        self._num_layers = num_layers
 
     def publish(self, step: int) -> None:
         """Raises: ArtifactError when the weights cannot be written."""
@@ -140,6 +142,7 @@ class WeightPublisher:
             weights_dir=self._retention.root,
             assets=self._assets,
             tokenizer=self._tokenizer,
+            num_layers=self._num_layers,
             max_shard_bytes=MAX_SHARD_BYTES if stays else _SHARD_BYTES,
             durable=stays,
         )

@@ -6,7 +6,6 @@ channel sees (name, tensor) pairs, never a model. A reader that holds the same c
 every tensor arrived.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from prime_rl.models import lora
 from prime_rl.models.hf import (
     MAX_SHARD_BYTES,
     SHARDS_AT_ONCE,
+    change_config,
     copy_assets,
-    read_json,
     weight_files,
     write_safetensors,
 )
@@ -58,6 +57,7 @@ def publish_weights(
     weights_dir: Path,
     assets: Path,
     tokenizer: Path | None = None,
+    num_layers: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
 ) -> Path:
@@ -65,7 +65,7 @@ def publish_weights(
 
     `assets` is a model directory whose config is copied, and its tokenizer unless `tokenizer` is the directory of
     another; the config's dtype becomes that of the tensors, so that a reader who asks for the stored dtype gets the
-    stored values. `durable`: see `draft_dir`.
+    stored values. `num_layers`: of a model that was cut, which its config then says. `durable`: see `draft_dir`.
 
     Raises: ArtifactError when that step exists already or the disk refuses.
     """
@@ -77,8 +77,9 @@ def publish_weights(
         _note_files(draft, files)
         draft.weights = published("model", tally.entries())
         dtypes = {tensor.dtype for tensor in draft.weights.tensors.values()}
-        if len(dtypes) == 1:
-            _set_dtype(draft.directory / "config.json", dtypes.pop())
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        if dtype is not None or num_layers is not None:
+            change_config(draft.directory / "config.json", dtype=dtype, num_layers=num_layers)
     return final
 
 
@@ -171,12 +172,3 @@ def _check_tensors(directory: Path, announced: Mapping[str, TensorEntry], found:
     for name in sorted(announced.keys() | found.keys()):
         if announced.get(name) != found.get(name):
             raise ArtifactError(f"{directory}: the marker and the files disagree on the tensor {name}")
-
-
-def _set_dtype(config_file: Path, dtype: str) -> None:
-    """Name `dtype` in a config.json, under the key of transformers 5 and, where it is used, the older one."""
-    config = read_json(config_file)
-    config["dtype"] = dtype
-    if "torch_dtype" in config:
-        config["torch_dtype"] = dtype
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

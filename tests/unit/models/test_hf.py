@@ -8,6 +8,7 @@ import torch
 
 from prime_rl.errors import ModelError
 from prime_rl.models.hf import (
+    change_config,
     copy_assets,
     eos_token_ids,
     hf_tensors,
@@ -70,6 +71,18 @@ def test_tensors_survive_writing_and_reading(max_shard_bytes: int, tmp_path: Pat
     reread = dict(hf_tensors(load_decoder(str(tmp_path / "out"), seed=5)))
     for name, tensor in hf_tensors(decoder):
         assert torch.equal(reread[name], tensor), name
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
+@pytest.mark.parametrize(("kept", "left"), [(2, 2), (5, 3)])
+def test_a_config_says_how_many_layers_were_kept_as_its_architecture_calls_it(
+    key: str, kept: int, left: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: 3, "layer_types": ["a", "b", "c"], "torch_dtype": "float16"}))
+    change_config(file, num_layers=kept)
+    kinds = ["a", "b", "c"][:left]
+    assert json.loads(file.read_text()) == {key: left, "layer_types": kinds, "torch_dtype": "float16"}
 
 
 def test_a_saved_copy_of_the_tied_embedding_is_ignored(tmp_path: Path) -> None:

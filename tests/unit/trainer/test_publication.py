@@ -10,13 +10,16 @@ from tests.doubles.ranks import on_ranks
 from tests.doubles.transfer import TcpSender, receive
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import DeadlineExceeded, InferenceError
+from prime_rl.models.hf import load_decoder
 from prime_rl.models.lora import is_adapter
 from prime_rl.trainer import gathering
 from prime_rl.trainer.adapters import add_adapters, initial_adapter_tensors
 from prime_rl.trainer.gathering import StoredTensors
+from prime_rl.trainer.model import build_model
 from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.publication import build_publisher
 from prime_rl.trainer.publish import BroadcastPublisher, Following, Leading, Publisher, Retention, WeightPublisher
@@ -118,9 +121,13 @@ def built(decoder, model_dir, tmp_path, *, config=TrainerConfig, keep_last=3, **
         with torch.no_grad():
             for name, tensor in initial_adapter_tensors(decoder, 0):
                 decoder.get_parameter(name).copy_(tensor)
+    return published(settings, ComputeModel(Scorer(decoder), torch.float32), model_dir, keep_last)
+
+
+def published(settings, model, model_dir, keep_last=3) -> Publisher:
     return build_publisher(
         settings,
-        model=ComputeModel(Scorer(decoder), torch.float32),
+        model=model,
         ranks=ALONE,
         assets=model_dir,
         tokenizer=model_dir,
@@ -152,6 +159,32 @@ def test_what_is_published_follows_from_the_configuration(
         assert read_manifest(directory).weights.kind == kind
         assert is_adapter(directory) == (kind == "adapter")
     assert complete_steps(tmp_path / "merged") == merged
+
+
+@pytest.mark.parametrize(("lora", "root"), [(None, "weights"), ({"merge": True}, "merged")])
+@pytest.mark.parametrize(("kept", "of_layers"), [(1, 1), (9, 2)])
+def test_of_a_model_that_was_cut_a_config_is_published_with_which_it_loads(
+    model_dir, tmp_path, lora, root, kept, of_layers
+):
+    config = json.loads((model_dir / "config.json").read_text())
+    config |= {"layer_types": ["full_attention"] * 2}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    settings = TrainerConfig.model_validate(
+        {
+            "model": {"name": str(model_dir), "debug": {"num_layers": kept}, "lora": lora},
+            "output_dir": str(tmp_path),
+            "max_steps": 1,
+        }
+    )
+    model = build_model(settings.model, model_dir, ALONE, seed=0)
+    published(settings, model, model_dir).publish(1)
+    directory = tmp_path / root / "step_1"
+    written = json.loads((directory / "config.json").read_text())
+    assert written["num_hidden_layers"] == len(written["layer_types"]) == of_layers
+    ours, theirs = load_decoder(str(directory)), AutoModelForCausalLM.from_pretrained(directory)
+    assert len(ours.blocks) == len(theirs.model.layers) == of_layers
+    for name, tensor in theirs.named_parameters():
+        assert torch.equal(tensor, ours.get_parameter(name)), name
 
 
 def test_an_adapter_says_what_it_is_and_of_which_model(decoder, model_dir, tmp_path):
