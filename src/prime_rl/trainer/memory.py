@@ -39,6 +39,11 @@ def apply(model: LanguageModel, config: TrainerModelConfig, device: torch.device
     The blocks' methods are bound to these blocks: a copy of the model would compute with the original's weights.
     Raises: ConfigError for what this model, machine or device cannot do.
     """
+    if device.type == "cuda" and config.optimization_dtype == "float32":
+        _logger.warning(
+            "model.optimization_dtype is float32: this GPU's 16-bit tensor cores and fast attention kernels are not "
+            "used, and servers on GPUs compute in bfloat16; set it to bfloat16, unless float32 is meant"
+        )
     model.kernel = choose_kernel(config.attn, device, getattr(torch, config.optimization_dtype))
     if config.compile is not None:
         _require_compiler(device)

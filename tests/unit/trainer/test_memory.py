@@ -155,6 +155,17 @@ def test_offload_on_a_cpu_says_that_it_does_nothing_and_recomputes(
     assert decoder.kernel is Kernel.SDPA
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_told"), [("cuda", "float32", True), ("cuda", "bfloat16", False), ("cpu", "float32", False)]
+)
+def test_32_bits_on_a_gpu_are_pointed_out(
+    decoder: Decoder, caplog: pytest.LogCaptureFixture, device: str, dtype: str, is_told: bool
+) -> None:
+    attn = "varlen" if dtype == "bfloat16" else "auto"  # auto asks the GPU which it is
+    memory.apply(decoder, config(optimization_dtype=dtype, attn=attn), torch.device(device))
+    assert ("model.optimization_dtype is float32" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize("keys", [{"ac": {"mode": "selective"}}, {"compile": {"fullgraph": True}}])
 def test_what_a_block_of_another_library_cannot_do_is_refused(decoder: Decoder, keys: dict[str, Any]) -> None:
     decoder.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
