@@ -24,6 +24,8 @@ from prime_rl.transport.manifest import verify
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/reverse_text_cpu"
 MODEL = f"{EXAMPLE}/model"
+IN_SLICES = ("--model.fsdp-cpu-offload",)
+"""Even one process has its model in slices then, as many ranks have."""
 
 
 def command(*argv: str) -> list[str]:
@@ -102,15 +104,15 @@ def evaluated(trained: Trained) -> Evaluated:
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     """`trainer` and `sft` alone on data that they make up, at the same time; their run directories."""
     flags = ("--scheduler.type", "cosine", "--scheduler.warmup-steps", "1", "--optim.lr", "1e-2", "--log.log-data")
-    files = {"trainer": "configs/debug/train.toml", "sft": "configs/debug/sft.toml"}
-    runs = {name: RunPaths(tmp_path_factory.mktemp(name)) for name in files}
+    alone = {"trainer": ("@", "configs/debug/train.toml"), "sft": ("@", "configs/debug/sft.toml", *IN_SLICES)}
+    runs = {name: RunPaths(tmp_path_factory.mktemp(name)) for name in alone}
     processes = [
         subprocess.Popen(
-            command(name, "@", file, *flags, "--output-dir", str(runs[name].output_dir)),
+            command(name, *argv, *flags, "--output-dir", str(runs[name].output_dir)),
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        for name, file in files.items()
+        for name, argv in alone.items()
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     return runs

@@ -149,7 +149,7 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.timeout(600)  # the runs are made for whichever test comes first
-def test_every_key_is_read_by_its_process_or_named_with_its_test(reads, trained, evaluated, made_up, sharded, nodes):
+def test_every_key_is_read_by_its_process_or_named_with_its_test(reads, trained, evaluated, made_up, sharded):
     found = recorded(reads)
     unread = {f"{process} {key}" for process, key, noted in all_keys() if noted not in found.get(process, set())}
     assert sorted(unread - TESTED.keys()) == []
