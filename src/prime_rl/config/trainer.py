@@ -351,7 +351,8 @@ class _BaseTrainerConfig(ProcessConfig):
     """Optimizer steps. None: until stopped."""
 
     seed: int = 42
-    """Seeds initial weights where the model directory has none, and made-up data. (SFT data has `data.seed`.)"""
+    """Seeds initial weights where the model directory has none, dropout (with the rank added), and made-up data.
+    (SFT data has `data.seed`.)"""
 
     device: Device = "auto"
     """Where to train. auto: the first visible GPU, else the CPU."""

@@ -70,9 +70,9 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
-    seed_dropout(config.seed, ranks)
     directory, batches, paths = inputs.directory, inputs.batches, RunPaths(config.output_dir)
     model = build_model(config.model, directory, ranks, seed=config.seed)
+    seed_dropout(config.seed, ranks)  # now: drawing the weights of a model of transformers seeds all GPUs alike
     cost = cost_of(model.model, read_json(directory / "config.json"))
     device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
     num_all = sum(parameter.numel() for parameter in model.model.parameters())
