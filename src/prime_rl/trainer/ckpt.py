@@ -1,7 +1,8 @@
 """The state of training that lies on the ranks: float32 weights that are trained, and the optimizer's.
 
 Each rank writes the slices that it holds, beside a table of what lies where (torch's distributed checkpoint), and each
-reads those that it needs. So any number of ranks can read what any other number has written.
+reads those that it needs. So any number of ranks can read what any other number has written. Today only tests
+call this; checkpoints of runs, which are to come, will.
 """
 
 import warnings

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.config.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError
 from prime_rl.models.decoder import Decoder
 from prime_rl.models.hf import (
     StoredTensor,
@@ -67,6 +68,12 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
     Raises: ModelError for a directory that does not fit, ConfigError for what the model, the machine or the number of
     ranks does not allow.
     """
+    is_sharded = ranks.size > 1 or config.fsdp_cpu_offload
+    if not is_sharded and config.dp_replicate > 1:
+        raise ConfigError(
+            f"model.dp_replicate is {config.dp_replicate}, but the trainer is one process: start it with torchrun on "
+            "as many GPUs or a multiple, or drop the key"
+        )
     dtype = DTYPES[config.optimization_dtype]
     model = _empty(config, directory)
     if config.lora is not None:
@@ -79,7 +86,6 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
         config.fused_lm_head_chunk_size, vocab_size=model.vocab_size, dtype=dtype, device=ranks.device
     )
     scorer = Scorer(model, chunk_tokens=chunk_tokens)
-    is_sharded = ranks.size > 1 or config.fsdp_cpu_offload
     if is_sharded:
         shard(scorer, config, ranks)
     model.to_empty(device="cpu" if config.fsdp_cpu_offload else ranks.device)

@@ -3,11 +3,11 @@
 collective     over              for
 gradients      NCCL or gloo      parameters and gradients, by the mesh of `trainer.parallel`
 tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
-sums           gloo              metrics
+gathered       gloo              metrics
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,13 +54,6 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
-
-    def summed(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sums over all ranks, in float64."""
-        total = torch.tensor(list(values), dtype=torch.float64)
-        if self.control is not None and len(total):
-            dist.all_reduce(total, group=self.control)
-        return [float(value) for value in total]
 
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))

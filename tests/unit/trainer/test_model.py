@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from prime_rl.config.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError
 from prime_rl.models.hf import hf_tensors
 from prime_rl.trainer.model import build_model
 from prime_rl.trainer.ranks import ALONE
@@ -52,3 +53,9 @@ def test_either_code_loads_the_same_values_under_the_same_names(decoder, model_d
     expected = dict(hf_tensors(decoder))
     assert set(stored) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_process_cannot_be_several_groups(model_dir, offload):
+    with pytest.raises(ConfigError, match=r"model\.dp_replicate is 2, but (the trainer is one process|1 ranks)"):
+        build(model_dir, dp_replicate=2, fsdp_cpu_offload=offload)

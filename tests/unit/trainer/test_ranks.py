@@ -14,7 +14,6 @@ def test_a_process_alone_is_its_own_leader_and_needs_no_group():
         assert ranks.is_leader
         ranks.tell("anything")
         assert ranks.gathered({"a": 1}) == [{"a": 1}]
-        assert ranks.summed([1.5, 2.0]) == [1.5, 2.0]
     assert not torch.distributed.is_initialized()
 
 
@@ -46,13 +45,13 @@ def test_a_rank_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch)
         pass
 
 
-def talk(ranks: Ranks) -> tuple[list[str], list[int], list[float]]:
+def talk(ranks: Ranks) -> tuple[list[str], list[int]]:
     words = ["one", "two"] if ranks.is_leader else [ranks.hear(), ranks.hear()]
     if ranks.is_leader:
         for word in words:
             ranks.tell(word)
-    return words, ranks.gathered(ranks.rank * 10), ranks.summed([float(ranks.rank), 0.5])
+    return words, ranks.gathered(ranks.rank * 10)
 
 
 def test_all_hear_what_the_first_one_tells_and_know_what_all_have():
-    assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20], [3.0, 1.5])] * 3
+    assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20])] * 3
