@@ -7,7 +7,17 @@ from prime_rl.models.hf import load_decoder
 from prime_rl.trainer.ranks import Ranks
 from tests.doubles.ranks import on_ranks
 from tests.doubles.training import Case, train_all
-from tests.parity.test_ranks import EXACT, ONLY_RANKS, SAME, assert_equal, cases, distance, root
+from tests.parity.test_ranks import (
+    COMPILED,
+    COMPILED_TOLERANCE,
+    EXACT,
+    ONLY_RANKS,
+    SAME,
+    assert_equal,
+    cases,
+    distance,
+    root,
+)
 
 __all__ = ["root"]  # a fixture
 
@@ -16,23 +26,28 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def trained(root):
-    """By case: what one GPU trains, and what two do, `replicas` among them."""
+    """By case: what one GPU trains, and what two do, `replicas` and `compiled` among them."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     assert not torch.backends.cuda.matmul.allow_tf32
     replicas = Case(directory=root / "tied", model={"dp_replicate": 2})
-    sliced = cases(root) | {"replicas": replicas}
+    compiled = Case(directory=root / "tied", model=COMPILED)
+    sliced = cases(root) | {"replicas": replicas, "compiled": compiled}
     two = dict(zip(sliced, on_ranks(2, train_all, list(sliced.values()), device="cuda")[0], strict=True))
     whole = {name: case for name, case in cases(root).items() if name not in ONLY_RANKS}
     device = Ranks(rank=0, size=1, device=torch.device("cuda", 0))
     one = dict(zip(whole, train_all(device, list(whole.values())), strict=True))
-    one |= {name: one[same] for name, same in SAME.items()}
+    one |= {name: one[same] for name, same in (SAME | {"compiled": "tied"}).items()}
     return {name: (two[name], one[name]) for name in one}
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_two_gpus_train_what_one_does(name, trained, root):
     assert_equal(*trained[name], root, "untied" if name == "untied" else "tied")
+
+
+def test_compiled_layers_train_on_two_gpus_what_eager_ones_do_on_one(trained, root):
+    assert_equal(*trained["compiled"], root, tolerance=COMPILED_TOLERANCE)
 
 
 def test_in_bfloat16_two_gpus_stay_as_near_to_float32_as_one_does(trained, root):
