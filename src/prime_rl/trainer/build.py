@@ -51,14 +51,24 @@ class Inputs:
 
 def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
     """Load the model, train it as configured together with the other ranks, close what was opened."""
-    patience = config.batch_timeout if isinstance(config, TrainerConfig) else 0.0
     with joined(
         lambda: pick_device(config.device),
         timeout=config.dist_timeout_seconds,
-        patience=patience,
+        patience=patience(config),
         always=config.model.fsdp_cpu_offload,
     ) as ranks:
         _train(config, inputs, ranks)
+
+
+def patience(config: TrainerConfig | SFTConfig) -> float:
+    """Seconds for which rank 0 may wait for other processes between two words to the other ranks.
+
+    For a batch; and over NCCL for the servers to meet it, for the orchestrator, and for the servers to take weights.
+    """
+    if not isinstance(config, TrainerConfig):
+        return 0.0
+    broadcast = config.weight_broadcast
+    return config.batch_timeout + (3 * broadcast.timeout if broadcast.type == "nccl" else 0)
 
 
 def seed_dropout(seed: int, ranks: Ranks) -> None:

@@ -2,10 +2,17 @@ import pytest
 import torch
 from tests.doubles.ranks import on_ranks
 
-from prime_rl.config.trainer import LoRAConfig, SFTConfig, SFTFakeDataConfig, TrainerModelConfig, WeightsConfig
+from prime_rl.config.trainer import (
+    LoRAConfig,
+    SFTConfig,
+    SFTFakeDataConfig,
+    TrainerConfig,
+    TrainerModelConfig,
+    WeightsConfig,
+)
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.build import seed_dropout
+from prime_rl.trainer.build import patience, seed_dropout
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.sft.train import run
 
@@ -50,3 +57,9 @@ def masks(ranks: Ranks) -> tuple[list[float], list[float]]:
 def test_ranks_drop_different_elements_and_each_the_same_again():
     (first, first_again), (second, second_again) = on_ranks(2, masks)
     assert first == first_again != second == second_again
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("filesystem", 60), ("auto", 60), ("nccl", 60 + 3 * 1200)])
+def test_ranks_wait_for_as_long_as_the_first_may_for_others(kind, seconds):
+    config = TrainerConfig.model_validate({"batch_timeout": 60, "weight_broadcast": {"type": kind}})
+    assert patience(config) == seconds
