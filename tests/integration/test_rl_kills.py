@@ -14,8 +14,18 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer"])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("inference", signal.SIGKILL),
+        ("orchestrator", signal.SIGTERM),
+        ("trainer", signal.SIGKILL),
+        pytest.param("inference", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("orchestrator", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("trainer", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_when_a_process_is_killed_the_run_ends_and_names_it(start_rl, victim, number):
     run = start_rl()
     run.await_steps(2)
