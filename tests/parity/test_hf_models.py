@@ -1,5 +1,6 @@
 """`impl = "hf"`: a model of transformers equals itself computed document by document, packed or side by side."""
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -232,3 +233,27 @@ def test_what_is_published_can_be_loaded_by_transformers(tmp_path: Path) -> None
     again = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     ids = documents([9])[0][None]
     torch.testing.assert_close(again(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+def test_code_that_cannot_run_without_values_is_packed_all_the_same(tmp_path, monkeypatch):
+    reference = saved("granite", PACKED["granite"], tmp_path)
+    original = type(reference.base_model).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        if input_ids.max().item() < 0:  # asks for a value, which a tensor on the meta device has not
+            raise AssertionError
+        return original(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(reference.base_model), "forward", forward)
+    model = loaded(tmp_path)
+    assert model.is_packed
+    compare(model, reference, documents(LENGTHS))
+
+
+def test_layers_that_do_not_use_the_attention_they_are_given_end_the_run(tmp_path):
+    saved("granite", PACKED["granite"], tmp_path)
+    model = loaded(tmp_path)
+    model._hf_config._attn_implementation = "eager"
+    with pytest.raises(ModelError, match="0 of 2 layers of GraniteModel used the attention they were given"):
+        logits_of(model, documents(LENGTHS))
