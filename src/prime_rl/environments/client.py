@@ -170,6 +170,10 @@ class InferenceClient:
         """A checksum of every tensor that is served."""
         return self._parse(await self._request("GET", self._root("/weights")), WeightsResponse)
 
+    async def metrics(self) -> str:
+        """Its metrics in Prometheus' text format. Raises: InferenceError."""
+        return (await self._request("GET", self._root("/metrics"), timeout=PROBE_TIMEOUT_S)).text
+
     async def init_transfer(self, request: InitTransferRequest) -> None:
         """Have the server join the trainer's NCCL group. Raises: InferenceError where it cannot."""
         url = self._root("/init_weight_transfer")
@@ -220,6 +224,13 @@ def _absolute(directory: Path) -> str:
 @asynccontextmanager
 async def open_clients(config: ClientConfig) -> AsyncIterator[tuple[InferenceClient, ...]]:
     """A client of every server (`admin_base_url`, else `base_url`), for the duration of the block."""
+    async with open_http(config) as http:
+        yield tuple(InferenceClient(address, config, http) for address in config.servers)
+
+
+@asynccontextmanager
+async def open_http(config: ClientConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """What sends requests as `config` says, with its key and headers, for the duration of the block."""
     key = os.environ.get(config.api_key_var)
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | config.headers
     timeout = httpx.Timeout(config.timeout, connect=CONNECT_TIMEOUT_S)
@@ -231,4 +242,4 @@ async def open_clients(config: ClientConfig) -> AsyncIterator[tuple[InferenceCli
     async with httpx.AsyncClient(
         headers=headers, timeout=timeout, limits=limits, verify=verify, trust_env=False
     ) as http:
-        yield tuple(InferenceClient(address, config, http) for address in config.servers)
+        yield http

@@ -11,13 +11,14 @@ its reward is never taken as zero and it is never trained on.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from prime_rl.config.evals import EvalSamplingConfig
-from prime_rl.config.orchestrator import TrainSamplingConfig
+from prime_rl.config.sampling import TrainSamplingConfig
 
 Split = Literal["train", "eval"]
 Api = Literal["auto", "classic", "v1"]
@@ -32,6 +33,8 @@ class FailureKind(StrEnum):
     """The environment's own code raised."""
     SCORER = "scorer"
     """A reward or metric function raised."""
+    SCORER_TIMEOUT = "scorer_timeout"
+    """Scoring took longer than its deadline."""
     BAD_REWARD = "bad_reward"
     """The reward is missing, NaN or infinite."""
     TIMEOUT = "timeout"
@@ -39,7 +42,7 @@ class FailureKind(StrEnum):
     INFERENCE = "inference"
     """A request to the inference server failed, or its answer was unusable."""
     EMPTY = "empty_completion"
-    """The model ended its turn without saying anything."""
+    """The answer of the server holds no text, and no token either that could be learned from."""
     TOO_LONG = "too_long"
     """Prompt or rollout do not fit: the context of the model, or `seq_len`."""
     WORKER_DIED = "worker_died"
@@ -52,6 +55,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: FailureKind
     message: str
     type: str = ""
+    is_own: bool = True
+    """False: it says nothing about this rollout. Its worker was lost, and others in it may have been the cause."""
+    is_counted: bool = False
+    """It is not its own, but counts in the error budget of its environment: for the end of a worker that nobody is to
+    blame for, one of those in it does."""
 
     @classmethod
     def of(cls, kind: FailureKind, error: BaseException) -> Failure:
@@ -67,15 +75,19 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}: {f'{self.type}: ' if self.type else ''}{self.message}"
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, token-exact. T sampled tokens."""
+class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One model call, token-exact. T sampled tokens.
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
+    Tuples: the garbage collector looks through every list again and again, and thousands of rollouts that wait for
+    their batch hold millions of tokens. A tuple of numbers it looks at once.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
     """[T]"""
-    logprobs: list[float]
+    logprobs: tuple[float, ...]
     """[T] under the distribution that was sampled from."""
-    versions: list[int]
+    versions: tuple[int, ...]
     """[T] weights version that sampled the token; where the server does not tell, the version served when the rollout
     was dispatched, which is a lower bound."""
 
@@ -94,6 +106,12 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     split: Split = "train"
     servers: tuple[str, ...] = ()
     """Addresses to send to, the first as long as it answers. (): those of the environment's specification."""
+    is_scored: bool = True
+    """False: no reward function is called, and a rollout that ends well has the reward 0 (distillation)."""
+    group: int = -1
+    """Which rollouts are scored together, where the environment's reward functions look at whole groups. -1: alone."""
+    group_size: int = 1
+    """Rollouts of that group."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
@@ -115,6 +133,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
     """Seconds: generate, score, total."""
     failovers: int = 0
     """Requests of it that were sent again, because a server was lost or served older weights."""
+    is_group_scored: bool = False
+    """Its group was given to be scored with it: the others cannot be scored again without it. Set by the pool."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -150,6 +170,22 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     request_timeout_s: float = 1200.0
     retry_s: float = 0.0
     """For how long a request that no server takes is tried again. 0: every server once."""
+    agent: dict[str, Any] = {}
+    """Fields of the agents that play a v1 taskset."""
+    renderer: str = "auto"
+    """Name of the renderer of `renderers`. auto: the one for the model."""
+    rollout_timeout_s: float | None = None
+    """Deadline of a rollout, whatever its request says. None: what its request says."""
+    score_timeout_s: float | None = None
+    """Deadline of the scoring of one rollout, or of one group. None: that of the rollout."""
+    max_memory_gb: float | None = None
+    """GiB that a worker and its child processes may hold. None: no limit."""
+    num_cpus: int | None = None
+    """CPU cores that a worker may use. None: all."""
+    first_cpu: int = 0
+    """Which of the cores is the first of its share; counted by the parent, so that workers spread over the machine."""
+    niceness: int = 0
+    """How far a worker stands back behind other processes, 0 to 19."""
     log_level: str = "info"
     library_log_level: str = "warning"
     """That of the library which the environment is written with."""
@@ -164,9 +200,22 @@ class Environment(Protocol):
     num_eval: int
     has_eval_split: bool
     """False: the evaluation examples are the training examples."""
+    scores_groups: bool
+    """Whether `run` leaves scoring to `score`, for reward functions look at whole groups."""
 
     async def run(self, request: RolloutRequest) -> Rollout:
-        """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure."""
+        """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure.
+
+        Where `scores_groups`: up to its scoring. A rollout without a failure is kept for `score` or `forget`.
+        """
+        ...
+
+    async def score(self, rollout_ids: Sequence[int]) -> list[Rollout]:
+        """Score rollouts that `run` kept, which are one group, and forget them. In the same order."""
+        ...
+
+    def forget(self, rollout_id: int) -> None:
+        """The rollout, if it is kept, will not be scored."""
         ...
 
     def avoid(self, servers: frozenset[str]) -> None:
@@ -184,6 +233,28 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_train: int
     num_eval: int
     has_eval_split: bool
+    scores_groups: bool = False
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """Sent by a worker now and then."""
+
+    lag_s: float
+    """By how much its event loop was late, at most, since the last one."""
+    stood_s: float = 0.0
+    """For how long its event loop stood still, all in all: by so much the deadlines of rollouts are put off."""
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
+    """The rollout of this request was generated, and waits in its worker for its group to be scored."""
+
+    id: int
+
+
+class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+    """Score these rollouts together; each comes back."""
+
+    ids: list[int]
 
 
 class WorkerRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -193,7 +264,7 @@ class WorkerRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Stop the rollout of this request; nothing is sent back for it."""
+    """Stop the rollout of this request, or forget it; nothing is sent back for it."""
 
     id: int
 

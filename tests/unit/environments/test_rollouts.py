@@ -1,7 +1,7 @@
 import pytest
 
 from prime_rl.config.evals import EvalSamplingConfig
-from prime_rl.config.orchestrator import TrainSamplingConfig
+from prime_rl.config.sampling import TrainSamplingConfig
 from prime_rl.environments.rollouts import Rollout, sampling_args
 
 

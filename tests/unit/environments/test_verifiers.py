@@ -74,21 +74,13 @@ class FaultyTaskset(vf.Taskset[FaultyTask, FaultyConfig]):
 __all__ = ["FaultyTaskset"]
 """
 
-# One event loop for all: renderers keeps an asyncio lock in a module, as is right in a worker, which has one loop.
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# One event loop for all, here and in `verifiers/test_classic.py`: renderers keeps an asyncio lock in a module, as is
+# right in a worker, which has one loop.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OTHERS = {
     "broken_env": "import no_such_dependency",
     "raising_env": "raise RuntimeError('bad luck')",
-    "group_env": """
-        import verifiers.legacy as vf
-        from datasets import Dataset
-        def over_groups(states) -> list[float]:
-            return [1.0 for _ in states]
-        def load_environment():
-            rows = [{"question": "a", "answer": "b"}]
-            return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[over_groups]))
-    """,
     "lazy_env": """
         import verifiers.legacy as vf
         def build():
@@ -130,7 +122,7 @@ def inference(tmp_path, free_port):
         yield double
 
 
-@pytest_asyncio.fixture(params=["classic", "v1"], loop_scope="module")
+@pytest_asyncio.fixture(params=["classic", "v1"], loop_scope="session")
 async def run(request, modules, inference):
     """Runs one rollout per answer in an environment of either API."""
     environments = []
@@ -146,6 +138,7 @@ async def run(request, modules, inference):
         ]
         return await asyncio.gather(*(environment.run(request) for request in requests))
 
+    runner.api = request.param
     yield runner
     for environment in environments:
         await environment.close()
@@ -165,7 +158,7 @@ async def test_a_rollout_carries_exact_tokens_logprobs_reward_and_metrics(run, i
         "<|im_start|>user\nsay ok<|im_end|>\n<|im_start|>assistant\n"
     )
     assert inference.tokenizer.decode(turn.completion_ids) == "abcd<|im_end|>"
-    assert turn.logprobs == [-0.5] * 5
+    assert turn.logprobs == (-0.5,) * 5
     assert rollout.failure is None
     assert rollout.reward == 1.0
     assert rollout.metrics["length"] == 4.0
@@ -183,7 +176,7 @@ async def test_each_token_knows_the_weights_that_sampled_it(run, inference):
     await asyncio.to_thread(inference.is_sampling.wait, 10)
     inference.version = 5
     (rollout,) = await running
-    assert rollout.turns[0].versions == [4, 4, 5, 5, 5]
+    assert rollout.turns[0].versions == (4, 4, 5, 5, 5)
 
 
 async def test_equal_turns_of_different_weights_keep_their_own_versions(modules, inference):
@@ -196,7 +189,7 @@ async def test_equal_turns_of_different_weights_keep_their_own_versions(modules,
     environment = await verifiers.load(spec_of(inference, "talking-env"))
     rollout = await environment.run(RolloutRequest(id=0, example=0, sampling={}, version=4, timeout_s=30))
     await environment.close()
-    assert [turn.versions for turn in rollout.turns] == [[4] * 4, [5] * 4], rollout
+    assert [turn.versions for turn in rollout.turns] == [(4,) * 4, (5,) * 4], rollout
 
 
 async def test_nothing_is_kept_of_a_rollout_that_broke(modules, inference):
@@ -310,9 +303,11 @@ async def test_every_kind_of_fault_comes_back_as_a_failure_of_that_kind(run, inf
         "say 500": JSONResponse({"error": {"message": "boom"}}, 500),
         "say malformed": JSONResponse({"choices": [{"token_ids": [5]}]}),
         "say mute": JSONResponse({"choices": []}),
+        "say silent": JSONResponse(
+            {"choices": [{"token_ids": [], "logprobs": {"content": []}, "finish_reason": "stop"}]}
+        ),
     }
     inference.fault = lambda text, number: faults.get(text)
-    inference.reply = lambda text: "" if text == "say empty" else "fine"
     expected = {
         "ok": None,
         "raise": FailureKind.ENVIRONMENT,
@@ -321,7 +316,7 @@ async def test_every_kind_of_fault_comes_back_as_a_failure_of_that_kind(run, inf
         "500": FailureKind.INFERENCE,
         "malformed": FailureKind.INFERENCE,
         "mute": FailureKind.INFERENCE,
-        "empty": FailureKind.EMPTY,
+        "silent": FailureKind.EMPTY if run.api == "classic" else FailureKind.INFERENCE,
     }
     rollouts = await run(*expected)
     found = dict(zip(expected, rollouts, strict=True))
@@ -330,6 +325,14 @@ async def test_every_kind_of_fault_comes_back_as_a_failure_of_that_kind(run, inf
     assert "environment broke" in str(found["raise"].failure)
     assert "boom" in str(found["500"].failure)
     assert all(rollout.reward != rollout.reward for rollout in rollouts if rollout.failure), "a failure has no reward"
+
+
+async def test_a_turn_in_which_the_model_says_nothing_is_a_turn_that_is_scored(run, inference):
+    inference.reply = lambda text: ""
+    (rollout,) = await run("ok")
+    assert rollout.failure is None
+    assert rollout.reward == 1.0
+    assert inference.tokenizer.decode(rollout.turns[0].completion_ids) == "<|im_end|>"
 
 
 async def test_a_prompt_longer_than_the_models_context_is_too_long(run, inference):
@@ -374,16 +377,47 @@ async def test_an_environment_that_evaluates_on_its_training_data_says_so(module
     await environment.close()
 
 
+async def test_an_environment_that_lies_there_is_refused_with_the_command_that_installs_it(
+    inference, tmp_path, monkeypatch
+):
+    (tmp_path / "environments" / "their_env").mkdir(parents=True)
+    (tmp_path / "environments" / "their_env" / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        EnvironmentSetupError, match=r"Install it: pip install -e \./environments/their_env, or correct"
+    ):
+        await verifiers.load(spec_of(inference, "their-env"))
+
+
+async def test_an_environment_of_the_hub_is_the_module_of_its_name(modules, inference):
+    environment = await verifiers.load(spec_of(inference, "team/faulty-v1@latest", answers=["ok"]))
+    assert environment.num_train == 1
+    await environment.close()
+
+
+async def test_a_classic_environment_has_no_agent(modules, inference):
+    spec = msgspec.structs.replace(spec_of(inference, "faulty-classic", answers=["ok"]), agent={"max_turns": 3})
+    with pytest.raises(
+        EnvironmentSetupError, match="classic API, which has no agents; remove agent of environment 'env'"
+    ):
+        await verifiers.load(spec)
+
+
 @pytest.mark.parametrize(
     ("env_id", "args", "reason"),
     [
-        ("no-such-env", {}, "'no-such-env' is not installed: there is no module 'no_such_env'"),
+        ("no-such-env", {}, "'no-such-env' is not installed: there is no module 'no_such_env'. Install its package"),
+        (
+            "team/no-such-env@1.2",
+            {},
+            r"no module 'no_such_env'. .* prime env install team/no-such-env@1\.2 \(pip install",
+        ),
+        ("team/faulty-v1@1.2", {"answers": ["ok"]}, r"installed is faulty-v1 of no version, not 1\.2"),
         ("broken-env", {}, "needs 'no_such_dependency', which is not installed"),
         ("raising-env", {}, r"cannot be imported: RuntimeError\('bad luck'\)"),
         ("faulty-classic", {"anwsers": []}, "unexpected keyword argument 'anwsers'"),
         ("faulty-v1", {"anwsers": []}, "anwsers"),
         ("faulty-v1", {"answers": []}, "has no examples"),
-        ("group-env", {}, "reward functions over whole groups"),
         ("lazy-env", {}, r"'lazy-env' cannot be loaded with args \{\}: TypeError: rows of the wrong type"),
     ],
 )

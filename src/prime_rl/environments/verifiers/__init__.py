@@ -7,7 +7,10 @@ own, and a worker imports the one that its environment is written in. Both give 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import logging
+from pathlib import Path
 from types import ModuleType
 
 from prime_rl.environments.rollouts import Environment, EnvironmentSpec
@@ -41,15 +44,55 @@ def _let_speak(level: str) -> None:
 
 
 def _import(spec: EnvironmentSpec) -> ModuleType:
-    name = spec.id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
+    """The module of the environment: `my-env`, `owner/my-env` and `owner/my-env@0.2.1` are the module `my_env`; where
+    verifiers ships a taskset of that name it is meant, as it is there."""
+    package, _, version = spec.id.rsplit("/", 1)[-1].partition("@")
+    module = package.replace("-", "_")
+    if _is_shipped(module) and spec.api != "classic":
+        module = f"verifiers.v1.tasksets.{module}"
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == name:
+        if error.name == module:
             raise EnvironmentSetupError(
-                f"environment {spec.id!r} is not installed: there is no module {name!r}. Install its package into this "
-                "Python, or correct the id"
+                f"environment {spec.id!r} is not installed: there is no module {module!r}. {_how_to_install(spec.id)}, "
+                "or correct the id"
             ) from error
         raise EnvironmentSetupError(f"environment {spec.id!r} needs {error.name!r}, which is not installed") from error
     except Exception as error:  # the environment's code, at import: whatever it raises is told to the user
         raise EnvironmentSetupError(f"environment {spec.id!r} cannot be imported: {error!r}") from error
+    if version not in ("", "latest"):
+        _check_version(spec.id, package, version)
+    return found
+
+
+def _is_shipped(module: str) -> bool:
+    """Whether verifiers has a v1 taskset of this name. Told from its files: to import it takes seconds."""
+    verifiers = importlib.util.find_spec("verifiers")
+    places = (verifiers.submodule_search_locations if verifiers is not None else None) or ()
+    return any(Path(place, "v1", "tasksets", module, "__init__.py").exists() for place in places)
+
+
+def _how_to_install(env_id: str) -> str:
+    package = env_id.rsplit("/", 1)[-1].partition("@")[0]
+    directory = Path("environments", package.replace("-", "_"))
+    if (directory / "pyproject.toml").exists():
+        return f"Install it: pip install -e ./{directory}"
+    if "/" in env_id:
+        return f"Install it from the hub: prime env install {env_id} (pip install 'prime-rl[hub]' brings prime)"
+    return (
+        f"Install its package into this Python: pip install -e <its directory>, or prime env install <owner>/{package}"
+    )
+
+
+def _check_version(env_id: str, package: str, version: str) -> None:
+    """Raises: EnvironmentSetupError when another version of the package is installed than the id names."""
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a module that came by another way
+        installed = None
+    if installed != version:
+        raise EnvironmentSetupError(
+            f"environment {env_id!r}: installed is {package} {installed or 'of no version'}, not {version}. "
+            f"{_how_to_install(env_id)}, or correct the id"
+        )

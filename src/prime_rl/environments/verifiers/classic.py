@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import asyncio
 import math
 import time
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
 import verifiers.legacy as vf
 from openai import AsyncOpenAI
 from verifiers.legacy.types import ClientConfig
+from verifiers.legacy.utils.thread_utils import scale_executors
 
 from prime_rl.environments.rollouts import (
     EnvironmentSpec,
@@ -25,11 +26,15 @@ from prime_rl.environments.rollouts import (
     Turn,
     failed,
 )
-from prime_rl.environments.verifiers.traffic import SESSION_HEADER, Traffic, load_renderer, openai_client
+from prime_rl.environments.verifiers.rendering import load_renderer
+from prime_rl.environments.verifiers.scorers import noted, watched_rubrics
+from prime_rl.environments.verifiers.traffic import SESSION_HEADER, Traffic, openai_client
+from prime_rl.environments.watch import Overran, within
 from prime_rl.errors import EnvironmentSetupError
 
-# Exceptions of the reward functions of the rollout that is being scored in the current task.
-_scorer_errors: ContextVar[list[Exception]] = ContextVar("_scorer_errors")
+NUM_THREADS: Final = 512
+"""Most calls that an environment can have running in threads at once; rubrics with processes of their own have one for
+each 128. The default of asyncio is a handful."""
 
 
 class _Client(vf.RendererClient):
@@ -44,10 +49,20 @@ class _Client(vf.RendererClient):
             api_key_var=spec.api_key_var,
             extra_headers_from_state={SESSION_HEADER: "trajectory_id"},
         )
-        super().__init__(config, renderer=load_renderer(spec.model))
+        super().__init__(config, renderer=load_renderer(spec))
 
     def setup_client(self, config: ClientConfig) -> AsyncOpenAI:
         return openai_client(self._spec, self._traffic)
+
+    async def raise_from_native_response(self, response: dict[str, Any]) -> None:
+        """A turn in which the model said nothing is as good as any: the token that ended it was sampled, so it can be
+        learned from. As a failure it would be dispatched again, and a policy that drifts there would never be told."""
+        if not (response and response.get("completion_ids")):
+            await super().raise_from_native_response(response)
+
+    async def from_native_response(self, response: dict[str, Any]) -> vf.Response:
+        """Without a copy, for every turn, of which token of its prompt is of which message: nobody looks at it."""
+        return await super().from_native_response(response | {"prompt_attribution": None})
 
     async def get_response(self, *args: Any, state: vf.State | None = None, **kwargs: Any) -> vf.Response:
         if state is not None:
@@ -57,20 +72,29 @@ class _Client(vf.RendererClient):
 
 async def load(spec: EnvironmentSpec) -> ClassicEnvironment:
     """Raises: EnvironmentSetupError with what the environment's loader, or the building of its data, raised."""
+    if spec.agent:
+        raise EnvironmentSetupError(
+            f"environment {spec.id!r} is of verifiers' classic API, which has no agents; remove agent of environment "
+            f"{spec.label!r}, and set what it shall do in args"
+        )
+    scale_executors(NUM_THREADS)
     try:
-        environment = vf.load_environment(spec.id, **spec.args)
-        loaded = None if environment.requires_group_rollouts else ClassicEnvironment(spec, environment)
+        return ClassicEnvironment(spec, vf.load_environment(spec.id, **spec.args))
+    except EnvironmentSetupError:
+        raise
     except Exception as error:  # the environment's code: whatever it raises is told to the user
         reason = error.__cause__ or error
         raise EnvironmentSetupError(
             f"environment {spec.id!r} cannot be loaded with args {spec.args}: {type(reason).__name__}: {reason}"
         ) from error
-    if loaded is None:
-        raise EnvironmentSetupError(
-            f"environment {spec.id!r} has reward functions over whole groups, which are not supported; give it reward "
-            "functions of one rollout"
-        )
-    return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A rollout that waits for its group to be scored."""
+
+    rollout: Rollout
+    state: vf.State
 
 
 class ClassicEnvironment:
@@ -89,7 +113,10 @@ class ClassicEnvironment:
         self._rows["eval"] = environment.get_eval_dataset()
         self.num_train = len(self._rows.get("train", ()))
         self.num_eval = len(self._rows["eval"])
-        _expose_scorer_errors(environment.rubric)
+        self.scores_groups = any(rubric.has_group_rewards for rubric in watched_rubrics(environment.rubric))
+        self._kept: dict[int, _Kept] = {}
+        self._alone = asyncio.Lock()
+        """For scoring again what lost its process."""
 
     def avoid(self, servers: frozenset[str]) -> None:
         self._traffic.transport.avoid(servers)
@@ -104,44 +131,71 @@ class ClassicEnvironment:
         try:
             with self._traffic.rollout(request) as route:
                 state = await self._environment.rollout(row, self._client, self._spec.model, request.sampling)
-                generated = time.monotonic()
-                failure = _generation_failure(state)
-                if failure is None:
-                    failure = await self._score(state)
-                ended = time.monotonic()
-                timings = {"generate": generated - started, "score": ended - generated, "total": ended - started}
-                rollout = self._rollout(request, state, failure, timings)
-                return msgspec.structs.replace(rollout, failovers=route.num_failovers)
+                seconds = time.monotonic() - started
+                rollout = self._rollout(request, state, {"generate": seconds, "score": 0.0, "total": seconds})
+                if rollout.failure is None and request.is_scored and not self.scores_groups:
+                    (rollout,) = await self._scored([_Kept(rollout=rollout, state=state)])
+                rollout = msgspec.structs.replace(rollout, failovers=route.num_failovers)
         except Exception as error:  # noqa: BLE001 - supervision point: an environment's exception is data
             timings = {"total": time.monotonic() - started}
             failure = Failure.of(FailureKind.ENVIRONMENT, error)
             return failed(request, self._spec.label, failure, timings=timings)
+        if rollout.failure is None and request.is_scored and self.scores_groups:
+            self._kept[request.id] = _Kept(rollout=rollout, state=state)
+        return rollout
 
-    async def _score(self, state: vf.State) -> Failure | None:
+    async def score(self, rollout_ids: Sequence[int]) -> list[Rollout]:
+        return await self._scored([self._kept.pop(rollout_id) for rollout_id in rollout_ids])
+
+    def forget(self, rollout_id: int) -> None:
+        self._kept.pop(rollout_id, None)
+
+    async def _scored(self, group: list[_Kept]) -> list[Rollout]:
+        """The rollouts with rewards, or with the failure to score them, which is that of all."""
+        started = time.monotonic()
+        failure = await self._score([kept.state for kept in group])
+        seconds = time.monotonic() - started
+        return [_with_reward(kept, failure, seconds) for kept in group]
+
+    async def _score(self, states: list[vf.State]) -> Failure | None:
         """Score in place. verifiers turns an exception of a reward function into 0; here it is a failure."""
-        errors: list[Exception] = []
-        token = _scorer_errors.set(errors)
-        try:
-            await self._environment.rubric.score_rollout(state)
-            await self._environment.rubric.cleanup(state)
-        except Exception as error:  # noqa: BLE001 - supervision point: a scorer's exception is data
-            errors.append(error)
-        finally:
-            _scorer_errors.reset(token)
-        if errors:
-            return Failure.of(FailureKind.SCORER, errors[0])
-        reward = state["reward"]
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            return Failure(kind=FailureKind.BAD_REWARD, message=f"the reward is {reward!r}")
-        return None
+        limit_s = self._spec.score_timeout_s
+        rubric = self._environment.rubric
+        with noted() as errors:
+            try:
+                async with within(limit_s) as limit:
+                    await self._call_rubric(states)
+                    if any(isinstance(error, BrokenProcessPool) for error in errors):
+                        # One of all the answers that were being checked killed the process: each is checked alone.
+                        async with self._alone:
+                            errors.clear()
+                            await self._call_rubric(states)
+                    for state in states:
+                        await rubric.cleanup(state)
+            except Overran:
+                pass  # `limit` tells
+            except Exception as error:  # noqa: BLE001 - supervision point: a scorer's exception is data
+                errors.append(error)
+        if limit.was_cut or limit.has_expired:
+            held = " and held the event loop of its worker" if limit.was_cut else ""
+            message = f"scoring took longer than {'the rollout may' if limit_s is None else f'{limit_s:g} s'}{held}"
+            return Failure(kind=FailureKind.SCORER_TIMEOUT, message=message)
+        return Failure.of(FailureKind.SCORER, errors[0]) if errors else None
 
-    def _rollout(
-        self, request: RolloutRequest, state: vf.State, failure: Failure | None, timings: dict[str, float]
-    ) -> Rollout:
+    async def _call_rubric(self, states: list[vf.State]) -> None:
+        rubric = self._environment.rubric
+        await (rubric.score_group(states) if self.scores_groups else rubric.score_rollout(states[0]))
+
+    def _rollout(self, request: RolloutRequest, state: vf.State, timings: dict[str, float]) -> Rollout:
+        """What was generated, with the reward 0 that it has when nobody scores it."""
+        failure = _generation_failure(state)
         turns: list[Turn] = []
         for step in state["trajectory"]:
             turn = self._turn(step, state["trajectory_id"], request.version)
-            if turn is None:
+            if turn is None and step["tokens"] is not None and step["tokens"].get("overlong_prompt"):
+                message = "the prompt is longer than the environment's max_seq_len"
+                failure = failure or Failure(kind=FailureKind.TOO_LONG, message=message)
+            elif turn is None:
                 message = "the server sent no token ids and logprobs for a turn"
                 failure = failure or Failure(kind=FailureKind.INFERENCE, message=message)
             else:
@@ -153,8 +207,7 @@ class ClassicEnvironment:
             failure=failure,
             messages=_plain([*(state.get("prompt") or []), *(state.get("completion") or [])]),
             turns=turns,
-            reward=float(state["reward"]) if failure is None else math.nan,
-            metrics=_finite(state.get("metrics") or {}),
+            reward=0.0 if failure is None else math.nan,
             stop_reason=state.get("stop_condition") or "",
             truncated=bool(state.get("is_truncated")),
             timings=timings,
@@ -166,11 +219,11 @@ class ClassicEnvironment:
             return None
         if len(tokens["completion_logprobs"]) != len(tokens["completion_ids"]):
             return None
-        prompt_ids, completion_ids = list(tokens["prompt_ids"]), list(tokens["completion_ids"])
+        prompt_ids, completion_ids = tuple(tokens["prompt_ids"]), tuple(tokens["completion_ids"])
         return Turn(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            logprobs=list(tokens["completion_logprobs"]),
+            logprobs=tuple(tokens["completion_logprobs"]),
             versions=self._traffic.versions(session, len(prompt_ids), completion_ids, at_dispatch=at_dispatch),
         )
 
@@ -183,35 +236,30 @@ def _generation_failure(state: vf.State) -> Failure | None:
         return Failure.of(FailureKind.INFERENCE, error)
     if error is not None:
         return Failure.of(FailureKind.ENVIRONMENT, error)
+    if state.get("timed_out"):  # verifiers would score what was said until then
+        after = f"after {len(state['trajectory'])} turns"
+        message = f"the environment's own timeout passed, or its code raised TimeoutError, {after}"
+        return Failure(kind=FailureKind.TIMEOUT, message=message)
     if not state["trajectory"]:
         if state.get("prompt_too_long"):
             return Failure(kind=FailureKind.TOO_LONG, message="the prompt does not fit the model's context")
-        if state.get("timed_out"):
-            return Failure(kind=FailureKind.TIMEOUT, message="the environment's own timeout passed before a turn")
         return Failure(kind=FailureKind.ENVIRONMENT, message="the environment made no model call")
     return None
 
 
-def _expose_scorer_errors(rubric: vf.Rubric) -> None:
-    """Let exceptions of reward functions be seen before verifiers turns them into 0."""
-    rubric.funcs = [_watched(function) for function in rubric.funcs]
-    for inner in getattr(rubric, "rubrics", []):
-        _expose_scorer_errors(inner)
-
-
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the same name and signature, noting what it raises."""
-
-    @functools.wraps(function)
-    async def watched(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
-        except Exception as error:  # noted and raised on
-            _scorer_errors.get().append(error)
-            raise
-
-    return watched
+def _with_reward(kept: _Kept, failure: Failure | None, seconds: float) -> Rollout:
+    """The rollout after `seconds` of scoring."""
+    reward = kept.state["reward"]
+    if failure is None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        failure = Failure(kind=FailureKind.BAD_REWARD, message=f"the reward is {reward!r}")
+    timings = kept.rollout.timings
+    return msgspec.structs.replace(
+        kept.rollout,
+        failure=failure,
+        reward=float(reward) if failure is None else math.nan,
+        metrics=_finite(kept.state.get("metrics") or {}),
+        timings=timings | {"score": seconds, "total": timings["generate"] + seconds},
+    )
 
 
 def _finite(metrics: dict[str, Any]) -> dict[str, float]:

@@ -2,12 +2,15 @@
 
 A rollout keeps to one server, whose prefix cache knows its earlier turns. A request that the server does not answer -
 the connection breaks, it answers 502, 503 or 504, or the orchestrator says that the server is lost - is sent again from
-its beginning to the next one. Nothing of a half answer is used: an answer is handed up once it is whole.
+its beginning to the next one, and to the same one where there is no other. So is one that it answers with an error of
+its own (500), a few times: the turns before it are worth more than one more try. Nothing of a half answer is used: an
+answer is handed up once it is whole, and only that one, so that no token is taken twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,6 +29,8 @@ KEEPALIVE_EXPIRY_S: Final = 2.0
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 """Pauses after every server was tried: the first, doubled each time up to the longest."""
+MAX_ERRORS: Final = 3
+"""Errors of their own (500) that servers answer one request with before it is given up, each having been asked."""
 
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 """Answers of a server, or of a proxy before it, that cannot serve now."""
@@ -98,7 +103,7 @@ class Failover(httpx.AsyncBaseTransport):
         body = await request.aread()
         route = self._route_of(request) or Route(servers=self._base_urls)
         clock = asyncio.get_running_loop().time
-        give_up_at, pause_s, num_tries = None, FIRST_PAUSE_S, 0
+        give_up_at, pause_s, num_tries, num_errors = None, FIRST_PAUSE_S, 0, 0
         outcome: httpx.Response | httpx.TransportError = httpx.ConnectError("every server is lost")
         while True:
             server = route.next(self._avoided)
@@ -108,10 +113,10 @@ class Failover(httpx.AsyncBaseTransport):
                 if isinstance(outcome, httpx.Response) and not _may_be_better_elsewhere(outcome):
                     return outcome
                 route.fail(server)
+                num_errors += isinstance(outcome, httpx.Response) and outcome.status_code not in _UNAVAILABLE
             give_up_at = clock() + self._retry_s if give_up_at is None else give_up_at
             was_all = num_tries >= len(route.servers)
-            is_final = isinstance(outcome, httpx.Response) and outcome.status_code not in _UNAVAILABLE
-            if (was_all and is_final) or ((was_all or server is None) and clock() >= give_up_at):
+            if (was_all and num_errors >= MAX_ERRORS) or ((was_all or server is None) and clock() >= give_up_at):
                 route.num_failovers -= server is not None  # it is not sent again
                 return _or_raise(outcome)
             if server is None or num_tries % len(route.servers) == 0:
@@ -156,6 +161,7 @@ class Failover(httpx.AsyncBaseTransport):
         )
 
 
+@functools.cache
 def _root(address: str) -> str:
     """The address without its /v1, as httpx spells it."""
     return str(httpx.URL(address)).rstrip("/").removesuffix("/v1")

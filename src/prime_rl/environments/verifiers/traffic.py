@@ -8,7 +8,7 @@ here, and found again by the session id that both APIs of verifiers put into a h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, cast
@@ -16,10 +16,6 @@ from typing import Any, Final, cast
 import httpx
 import msgspec
 from openai import AsyncOpenAI
-from renderers import Renderer, create_renderer
-from renderers.base import load_tokenizer
-from renderers.configs import DefaultRendererConfig
-from transformers import PreTrainedTokenizerFast
 
 from prime_rl.environments.rollouts import EnvironmentSpec, RolloutRequest
 from prime_rl.environments.verifiers.failover import CONNECT_TIMEOUT_S, Failover, ManyPools, Route
@@ -52,6 +48,7 @@ class Traffic:
         self.transport = Failover(ManyPools(), spec.base_urls, retry_s=spec.retry_s, route_of=self._route_of)
         self._base_urls = spec.base_urls
         self._sampled: dict[str, dict[tuple[int, ...], list[int]]] = {}
+        self._failed: dict[str, dict[bytes, Exception]] = {}
         self._routes: dict[str, Route] = {}
 
     @contextmanager
@@ -66,13 +63,15 @@ class Traffic:
             _current.reset(token)
             for session in sessions:
                 self._sampled.pop(session, None)
+                self._failed.pop(session, None)
                 self._routes.pop(session, None)
 
     def open(self, session: str) -> None:
         """Note what the session of the rollout that runs in this task samples; again is no harm."""
-        if session not in self._sampled:
+        current = _current.get(None)
+        if session not in self._sampled and current is not None:
             self._sampled[session] = {}
-            self._routes[session], sessions = _current.get()
+            self._routes[session], sessions = current
             sessions.append(session)
 
     async def note(self, response: httpx.Response) -> None:
@@ -93,10 +92,25 @@ class Traffic:
                 # Samples that nothing tells apart count as old as the older one, token by token.
                 sampled[key] = list(map(min, versions, sampled.get(key, versions)))
 
-    def versions(self, session: str, num_prompt: int, completion_ids: list[int], *, at_dispatch: int) -> list[int]:
+    def note_failed(self, session: str, call: bytes, error: Exception) -> None:
+        """A model call of the session failed; `call` names its messages."""
+        if session in self._sampled:
+            self._failed.setdefault(session, {})[call] = error
+
+    def note_answered(self, session: str, call: bytes) -> None:
+        """A model call of the session was answered: it does not matter that it had failed before."""
+        self._failed.get(session, {}).pop(call, None)
+
+    def failed(self, session: str) -> Exception | None:
+        """The first failure of a call that was not answered later."""
+        return next(iter(self._failed.get(session, {}).values()), None)
+
+    def versions(
+        self, session: str, num_prompt: int, completion_ids: Sequence[int], *, at_dispatch: int
+    ) -> tuple[int, ...]:
         """Version of each token sampled after `num_prompt` others; `at_dispatch` where the server did not tell."""
         noted = self._sampled.get(session, {}).get((num_prompt, *completion_ids))
-        return list(noted) if noted is not None else [at_dispatch] * len(completion_ids)
+        return tuple(noted) if noted is not None else (at_dispatch,) * len(completion_ids)
 
     def _route_of(self, request: httpx.Request) -> Route | None:
         return self._routes.get(request.headers.get(SESSION_HEADER, ""))
@@ -120,14 +134,3 @@ def openai_client(spec: EnvironmentSpec, traffic: Traffic) -> AsyncOpenAI:
         max_retries=0,
         http_client=cast(Any, http),  # newer versions are typed for httpx2, and take httpx as renderers does
     )
-
-
-def load_renderer(model: str) -> Renderer:
-    """The renderer (messages to token ids, and back) of a model.
-
-    A local directory holds its own chat template, and renderers would look for its name among those it knows, not find
-    it, and import torch on the way to the same answer. So the answer is given.
-    """
-    if os.path.isfile(os.path.join(model, "tokenizer.json")):
-        return create_renderer(PreTrainedTokenizerFast.from_pretrained(model), DefaultRendererConfig())
-    return create_renderer(load_tokenizer(model))

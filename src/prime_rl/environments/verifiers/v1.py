@@ -1,25 +1,24 @@
 """Tasksets of verifiers' v1 API. Uses nothing that verifiers 0.4 removed.
 
-v1 runs an agent program (a harness) against a local server that intercepts its model calls. A plain taskset, without
-tools or a harness of its own, needs one call per task; for it the harness below makes that call inside this process
-instead of starting a program for every rollout. Tasksets that bring a harness or an environment run as they say.
+v1 runs an agent program (a harness) against a local server that intercepts its model calls (`v1_calls`). Tasksets that
+bring a harness or an environment run as they say; a plain one is played in this process. The calls of all of them go
+through the transport that knows the run's servers, as long as the program runs on this machine.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 import msgspec
 import verifiers.v1 as vf
-from verifiers.v1.clients import TrainClient
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.interception import InterceptionServer
-from verifiers.v1.session import RolloutSession
 
 from prime_rl.environments.rollouts import (
     EnvironmentSpec,
@@ -31,75 +30,14 @@ from prime_rl.environments.rollouts import (
     Turn,
     failed,
 )
+from prime_rl.environments.verifiers.rendering import renderer_config
 from prime_rl.environments.verifiers.traffic import Traffic, openai_client
+from prime_rl.environments.verifiers.v1_calls import Client, Interception, OneCallEnv, OneCallHarness
+from prime_rl.environments.watch import Overran, within
 from prime_rl.errors import EnvironmentSetupError
 
 MAX_TASKS: Final = 10_000
 """Tasks that are taken of a taskset that has no end."""
-
-
-class OneCallHarness(vf.Harness[vf.HarnessConfig]):
-    """Plays a task with a single model call, in process."""
-
-    APPENDS_SYSTEM_PROMPT = True
-    EXECUTES_CODE = False
-    NEEDS_CONTAINER = False
-
-    def __init__(self, config: vf.HarnessConfig, http: httpx.AsyncClient, traffic: Traffic) -> None:
-        super().__init__(config)
-        self._http = http
-        self._traffic = traffic
-
-    async def launch(
-        self,
-        ctx: vf.ModelContext,
-        trace: vf.Trace,
-        runtime: vf.Runtime,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: vf.TaskData,
-    ) -> vf.ProgramResult:
-        self._traffic.open(trace.id)
-        system, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
-        response = await self._http.post(
-            f"{endpoint}/chat/completions",
-            json={"model": ctx.model, "messages": messages},
-            headers={"Authorization": f"Bearer {secret}"},
-        )
-        if response.is_error:
-            raise vf.ProviderError(response.text, status_code=response.status_code)
-        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-
-
-class _Interception(InterceptionServer):
-    """verifiers' interception server, calling the model through our HTTP client."""
-
-    def __init__(self, client: TrainClient) -> None:
-        super().__init__()
-        self._train_client = client
-
-    def register(self, session: RolloutSession) -> tuple[str, str]:
-        model_secret, state_secret = super().register(session)
-        session.client = self._train_client
-        return model_secret, state_secret
-
-
-class _OneCallEnv(vf.SingleAgentEnv):
-    """The plain environment, its agent driven by `OneCallHarness` and calling the model through our HTTP client."""
-
-    harness: OneCallHarness
-    interception: _Interception
-
-    async def setup(self, agents: vf.Agents) -> None:
-        for agent in agents:
-            agent.harness = self.harness
-            agent.interception = self.interception
 
 
 async def load(spec: EnvironmentSpec) -> TasksetEnvironment:
@@ -129,20 +67,65 @@ def _tasks(spec: EnvironmentSpec, split: Split) -> list[vf.Task]:
 
 
 def _environment(spec: EnvironmentSpec) -> vf.Env:
-    """The environment that plays the taskset: its own where it brings one, else one agent, on this machine."""
+    """The environment that plays the taskset: its own where it brings one, else one agent, on this machine.
+
+    `spec.agent` holds fields of every agent that it has.
+    """
     taskset = _taskset_config(spec, "train")
+    kind = vf.env_config_type(spec.id)
+    agent: dict[str, Any] = {"runtime": {"type": "subprocess"}} | spec.agent
     if vf.environment_class(spec.id) is not vf.SingleAgentEnv:
-        return vf.load_environment(vf.env_config_type(spec.id).model_validate({"taskset": taskset}))
-    agent: dict[str, Any] = {"runtime": {"type": "subprocess"}}
-    has_harness = vf.default_harness_id(spec.id) != "bash"
+        roles = {name: agent for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)}
+        return vf.load_environment(kind.model_validate({"taskset": taskset, **roles}))
+    has_harness = "harness" in agent or vf.default_harness_id(spec.id) != "bash"
     if has_harness or vf.task_type(spec.id).toolsets(taskset.task):
         return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
     agent["harness"] = {"id": "null"}
-    return _OneCallEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
+    return OneCallEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Scoring:
+    """How the scoring of one rollout goes."""
+
+    is_wanted: bool
+    limit_s: float | None
+    overran: Failure | None = None
+
+    def around(self, task: vf.Task) -> vf.Task:
+        """A copy of `task` whose reward functions are called when they are wanted, and within their time."""
+        score = task.score
+
+        async def limited(trace: vf.Trace, runtime: vf.Runtime | None = None) -> None:
+            if not self.is_wanted:
+                return
+            try:
+                async with within(self.limit_s) as limit:
+                    await score(trace, runtime)
+            except Overran:
+                raise self._timeout(" and held the event loop of its worker") from None
+            except TimeoutError:
+                if not limit.has_expired:
+                    raise
+                raise self._timeout("") from None
+            if limit.was_cut:
+                raise self._timeout(" and held the event loop of its worker")
+
+        copied = copy.copy(task)
+        copied.score = limited
+        return copied
+
+    def _timeout(self, held: str) -> TimeoutError:
+        limit = "the rollout may" if self.limit_s is None else f"{self.limit_s:g} s"
+        message = f"scoring took longer than {limit}{held}"
+        self.overran = Failure(kind=FailureKind.SCORER_TIMEOUT, message=message)
+        return TimeoutError(message)
 
 
 class TasksetEnvironment:
     """An `Environment` over a v1 taskset and the environment that plays it."""
+
+    scores_groups = False
 
     def __init__(
         self, spec: EnvironmentSpec, environment: vf.Env, tasks: dict[Split, list[vf.Task]], stack: AsyncExitStack
@@ -156,6 +139,7 @@ class TasksetEnvironment:
             base_url=spec.base_urls[0],
             api_key_var=spec.api_key_var,
             headers=spec.headers,
+            renderer=renderer_config(spec),
             renderer_model_name=spec.model,
         )
         self.num_train = len(tasks["train"])
@@ -170,15 +154,17 @@ class TasksetEnvironment:
         stack = AsyncExitStack()
         self = cls(spec, environment, tasks, stack)
         await stack.enter_async_context(environment.serving())
-        if isinstance(environment, _OneCallEnv):
-            client = TrainClient(self._client_config)
+        if environment._runs_local():
+            client = Client(self._client_config, self._traffic)
             await client.close()
             client.client = openai_client(spec, self._traffic)
             stack.push_async_callback(client.close)
-            environment.interception = await stack.enter_async_context(_Interception(client))
+            secrets = [server.state_secret for server in environment._shared_tools.values() if server.state_secret]
+            environment._interception = await stack.enter_async_context(Interception(client, self._traffic, secrets))
+        if isinstance(environment, OneCallEnv):
             # The interception server is on this machine, where no proxy of the surroundings could reach it.
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
-            environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http, self._traffic)
+            environment.harness = OneCallHarness(vf.HarnessConfig(id="null"), http)
         return self
 
     def avoid(self, servers: frozenset[str]) -> None:
@@ -194,11 +180,12 @@ class TasksetEnvironment:
 
     async def _run(self, request: RolloutRequest) -> Rollout:
         started = time.monotonic()
-        task = self._tasks[request.split][request.example]
+        scoring = _Scoring(is_wanted=request.is_scored, limit_s=self._spec.score_timeout_s)
+        task = scoring.around(self._tasks[request.split][request.example])
         sampling = vf.SamplingConfig.model_validate(request.sampling)
         client = self._client_config
-        if request.servers and not isinstance(self._environment, _OneCallEnv):
-            # A harness of its own sends through its own client: when its server is lost, the rollout begins again.
+        if request.servers and not self._environment._runs_local():
+            # A harness elsewhere is served by a client of its own: when its server is lost, the rollout begins again.
             client = client.model_copy(update={"base_url": request.servers[0]})
         context = vf.ModelContext(model=self._spec.model, client=client, sampling=sampling)
         try:
@@ -208,16 +195,36 @@ class TasksetEnvironment:
             failure = Failure.of(FailureKind.ENVIRONMENT, error)
             return failed(request, self._spec.label, failure, timings=timings)
         timings = {"total": time.monotonic() - started}
-        if len(episode.traces) != 1:
-            reasons = "; ".join(error.message for error in episode.errors) or f"{len(episode.traces)} agents took part"
+        if len(episode.traces) != 1 or not episode.traces[0].agent.trainable:
+            trained = sum(trace.agent.trainable for trace in episode.traces)
+            reasons = "; ".join(error.message for error in episode.errors) or (
+                f"{len(episode.traces)} agents took part, {trained} of them to be trained; it must be one, and that one"
+            )
             failure = Failure(kind=FailureKind.ENVIRONMENT, message=reasons)
             return failed(request, self._spec.label, failure, timings=timings)
-        return self._rollout(request, episode, episode.traces[0], timings)
+        trace = episode.traces[0]
+        reason = scoring.overran or self._lost_call(trace) or _failure(episode, trace)
+        if reason is None and scoring.is_wanted and not _is_scored(trace):
+            reason = Failure(kind=FailureKind.BAD_REWARD, message=f"the rewards are {trace.rewards!r}")
+        return self._rollout(request, trace, reason, timings)
+
+    def _lost_call(self, trace: vf.Trace) -> Failure | None:
+        """The failure of a model call that was not made again: the program that plays went on without an answer, or
+        ended for the want of one, which is no failure of its own."""
+        error = self._traffic.failed(trace.id)
+        return None if error is None else Failure.of(FailureKind.INFERENCE, error)
+
+    async def score(self, rollout_ids: Sequence[int]) -> list[Rollout]:
+        """A taskset scores each rollout in `run`, so none is ever held for its group."""
+        assert not rollout_ids, "no rollout of a taskset waits for its group"
+        return []
+
+    def forget(self, rollout_id: int) -> None:
+        """Nothing is kept."""
 
     def _rollout(
-        self, request: RolloutRequest, episode: vf.Episode, trace: vf.Trace, timings: dict[str, float]
+        self, request: RolloutRequest, trace: vf.Trace, failure: Failure | None, timings: dict[str, float]
     ) -> Rollout:
-        failure = _failure(episode, trace)
         return Rollout(
             id=request.id,
             env=self._spec.label,
@@ -225,7 +232,7 @@ class TasksetEnvironment:
             failure=failure,
             messages=[message.model_dump(mode="json", exclude_none=True) for message in trace.messages],
             turns=[] if failure else self._turns(trace, request.version),
-            reward=trace.reward if failure is None else math.nan,
+            reward=math.nan if failure else trace.reward if request.is_scored else 0.0,
             metrics={
                 name: value
                 for name, value in [
@@ -240,46 +247,62 @@ class TasksetEnvironment:
         )
 
     def _turns(self, trace: vf.Trace, at_dispatch: int) -> list[Turn]:
-        """One turn per sampled message: its prompt is everything on the path before its sampled tokens."""
+        """One turn per model call, in the order of their answers: its prompt is everything on the path to the message
+        before its sampled tokens. Two calls with equal tokens are two turns; branches share the turns before them."""
         turns: list[Turn] = []
-        for branch in trace.branches:
-            context: list[int] = []
-            for node in branch.nodes:
-                sampled = sum(node.mask)
-                split = len(node.token_ids) - sampled
-                if sampled:
-                    completion_ids = node.token_ids[split:]
-                    prompt_ids = [*context, *node.token_ids[:split]]
-                    versions = self._traffic.versions(
-                        trace.id, len(prompt_ids), completion_ids, at_dispatch=at_dispatch
-                    )
-                    turn = Turn(
-                        prompt_ids=prompt_ids,
-                        completion_ids=completion_ids,
-                        logprobs=node.logprobs,
-                        versions=versions,
-                    )
-                    if turn not in turns:  # a message shared by branches is sampled once
-                        turns.append(turn)
-                context += node.token_ids
+        for node in trace.nodes:
+            if not node.sampled:
+                continue
+            above: list[vf.MessageNode] = []
+            parent = node.parent
+            while parent is not None:
+                above.append(trace.nodes[parent])
+                parent = above[-1].parent
+            split = len(node.token_ids) - sum(node.mask)
+            context = itertools.chain.from_iterable(one.token_ids for one in reversed(above))
+            prompt_ids, completion_ids = (*context, *node.token_ids[:split]), tuple(node.token_ids[split:])
+            turns.append(
+                Turn(
+                    prompt_ids=prompt_ids,
+                    completion_ids=completion_ids,
+                    logprobs=tuple(node.logprobs),
+                    versions=self._traffic.versions(trace.id, len(prompt_ids), completion_ids, at_dispatch=at_dispatch),
+                )
+            )
         return turns
+
+
+def _is_scored(trace: vf.Trace) -> bool:
+    """Whether every reward function that was to give a reward gave one, and their sum is a number."""
+    return bool(trace.rewards) and None not in trace.rewards.values() and math.isfinite(trace.reward)
+
+
+def _is_whole(node: vf.MessageNode) -> bool:
+    """Whether a sampled message has its token ids and a logprob for each."""
+    num_sampled = sum(node.mask)
+    return 0 < num_sampled == len(node.logprobs) and all(node.mask[-num_sampled:])
 
 
 def _failure(episode: vf.Episode, trace: vf.Trace) -> Failure | None:
     error = trace.last_error if not trace.ok else next(iter(episode.errors), None)
     if error is not None:
         kind = FailureKind.ENVIRONMENT
-        if error.type in ("ProviderError", "InterceptionError"):
-            kind = FailureKind.INFERENCE
-        elif trace.timing.scoring.start:
+        if trace.timing.scoring.start:  # a judge's server is no server of the model
             kind = FailureKind.SCORER
+        elif error.type in ("ProviderError", "InterceptionError"):
+            kind = FailureKind.INFERENCE
         return Failure(kind=kind, type=error.type, message=error.message)
-    if not any(node.sampled and node.token_ids for node in trace.nodes):
-        if trace.stop_condition == "context_length":
-            return Failure(kind=FailureKind.TOO_LONG, message="the prompt does not fit the model's context")
-        return Failure(kind=FailureKind.INFERENCE, message="the server sent no token ids for a turn")
-    if not trace.last_reply and not trace.assistant_messages[-1].tool_calls:
-        return Failure(kind=FailureKind.EMPTY, message="the model ended its turn without saying anything")
-    if not trace.rewards or not math.isfinite(trace.reward):
-        return Failure(kind=FailureKind.BAD_REWARD, message=f"the rewards are {trace.rewards!r}")
+    if trace.response_rewrites:
+        message = "it replaces answers of the model (@vf.intercept), which then cannot be learned from"
+        return Failure(kind=FailureKind.ENVIRONMENT, message=message)
+    sampled = [node for node in trace.nodes if node.sampled]
+    if not sampled and trace.stop_condition == "context_length":
+        return Failure(kind=FailureKind.TOO_LONG, message="the prompt does not fit the model's context")
+    if not sampled:
+        return Failure(kind=FailureKind.ENVIRONMENT, message="the environment made no model call")
+    if not all(map(_is_whole, sampled)):
+        message = "the server sent no token ids and logprobs for a turn"
+        return Failure(kind=FailureKind.INFERENCE, message=message)
+    if any(not record["text"].strip() for record in trace.info.get("judge", ())):  # as `vf.Judge` records its calls
+        return Failure(kind=FailureKind.SCORER, message="the judge's answer holds no text")
     return None

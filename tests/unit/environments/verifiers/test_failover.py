@@ -104,10 +104,20 @@ async def test_patience_ends():
         assert (await send(Servers(b=503), route(B), retry_s=0.05)).status_code == 503
 
 
-async def test_an_internal_error_of_every_server_is_the_answer_at_once():
-    servers = Servers(b=500, a=500)
-    assert (await send(servers, route(B, A), retry_s=60)).status_code == 500
-    assert servers.asked == ["b", "a"]
+@pytest.mark.parametrize("trouble", [500, httpx.ReadError("the answer was lost"), "half"], ids=str)
+async def test_the_only_server_is_asked_again_after_an_error_or_a_lost_answer(trouble):
+    servers = Servers(b=[trouble, 200])
+    assert (await send(servers, route(B), retry_s=60)).json() == {"n": 1}
+    assert servers.asked == ["b", "b"]
+
+
+async def test_a_request_that_servers_cannot_serve_is_not_sent_for_ever():
+    servers, mine = Servers(b=500), route(B)
+    assert (await send(servers, mine, retry_s=60)).status_code == 500
+    assert (servers.asked, mine.num_failovers) == (["b"] * 3, 2)
+    servers = Servers(b=500, a=500, c=500)
+    assert (await send(servers, route(B, A, C), retry_s=60)).status_code == 500
+    assert servers.asked == ["b", "a", "c"]
 
 
 async def test_lost_servers_are_not_asked_and_what_they_hold_is_sent_elsewhere():
