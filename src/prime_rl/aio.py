@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -18,6 +20,39 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Run `function` in a thread of its own, for which the process does not wait when it ends.
+
+    For code of others: one that never returns costs a thread, not the event loop and not the end of the process.
+    Cancelled, it runs on, and nobody learns what came of it.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T | None, error: Exception | None) -> None:
+        if result.done():
+            return  # cancelled
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(cast(T, value))
+
+    def run() -> None:
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = function()
+        except Exception as caught:  # noqa: BLE001 - supervision point: raised where it is waited for
+            error = caught
+        except SystemExit as exit_:  # of a thread it would be heard by nobody
+            error = RuntimeError(f"it called sys.exit({exit_.code!r})")
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
+    return await result
 
 
 class Supervisor:

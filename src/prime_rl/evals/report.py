@@ -1,18 +1,46 @@
-"""What an evaluation found: figures of one environment at one step, and how they are shown and written. Pure."""
+"""What an evaluation found: figures of one environment at one step, and how they are shown and written."""
 
 from __future__ import annotations
 
+import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import comb, nan
 from statistics import fmean
 from typing import Any
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 
-from prime_rl.environments.rollouts import Rollout
+from prime_rl.environments.rollouts import Failure, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the figures need of a rollout that ended: some hundred bytes, where its tokens are megabytes."""
+
+    example: int
+    reward: float
+    """NaN where it failed."""
+    failure: Failure | None
+    num_completion_tokens: int
+    truncated: bool
+    versions: tuple[int, int] | None
+    """Oldest and newest weights that sampled a token of it; None where none was."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Outcome:
+        versions = [version for turn in rollout.turns for version in turn.versions]
+        return cls(
+            example=rollout.example,
+            reward=rollout.reward,
+            failure=rollout.failure,
+            num_completion_tokens=rollout.num_completion_tokens,
+            truncated=rollout.truncated,
+            versions=(min(versions), max(versions)) if versions else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +61,36 @@ class EvalReport:
     """pass@k by k; empty unless every reward is 0 or 1."""
     errors: dict[str, int]
     """Failed rollouts by kind. They are in none of the figures."""
+    first_errors: dict[str, str]
+    """By kind: what the first that failed so said."""
+    retries: int
+    """Times that a rollout was run again, for its server or worker was lost."""
     completion_len: float
     """Mean tokens of a completion."""
     truncated: float
     """Share of completions that a length limit ended."""
+    versions: tuple[int, int] | None
+    """Oldest and newest weights that sampled a token of it; None when all failed."""
     seconds: float
 
-    def metrics(self) -> dict[str, float]:
-        """The figures as metrics."""
-        prefix = f"eval/{self.env}"
+    @property
+    def num_failed(self) -> int:
+        return sum(self.errors.values())
+
+    def metrics(self, kind: str = "eval") -> dict[str, float]:
+        """The figures as metrics, whose names begin with `kind`."""
+        prefix = f"{kind}/{self.env}"
+        versions = zip(("min", "max"), self.versions or (), strict=False)
         return {
             f"{prefix}/avg@{self.rollouts_per_example}": self.avg,
             **{f"{prefix}/pass@{k}": value for k, value in self.pass_at.items()},
             f"{prefix}/completion_len/mean": self.completion_len,
             f"{prefix}/is_truncated/mean": self.truncated,
-            f"{prefix}/errors": float(sum(self.errors.values())),
-            f"time/eval/{self.env}": self.seconds,
+            f"{prefix}/errors": float(self.num_failed),
+            **{f"{prefix}/errors/{kind}": float(number) for kind, number in self.errors.items()},
+            f"{prefix}/retries": float(self.retries),
+            **{f"{prefix}/version/{name}": float(version) for name, version in versions},
+            f"time/{prefix}": self.seconds,
         }
 
 
@@ -65,24 +107,29 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
 
 
 def make_report(
-    rollouts: Sequence[Rollout], *, env: str, step: int, rollouts_per_example: int, seconds: float
+    outcomes: Sequence[Outcome], *, env: str, step: int, rollouts_per_example: int, seconds: float, retries: int = 0
 ) -> EvalReport:
     """Figures over the rollouts of one environment."""
-    scored = [rollout for rollout in rollouts if rollout.failure is None]
+    scored = [outcome for outcome in outcomes if outcome.failure is None]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     rewards: dict[int, list[float]] = {}
-    for rollout in scored:
-        rewards.setdefault(rollout.example, []).append(rollout.reward)
+    for outcome in scored:
+        rewards.setdefault(outcome.example, []).append(outcome.reward)
+    versions = [outcome.versions for outcome in scored if outcome.versions is not None]
     return EvalReport(
         env=env,
         step=step,
-        num_examples=len({rollout.example for rollout in rollouts}),
+        num_examples=len({outcome.example for outcome in outcomes}),
         rollouts_per_example=rollouts_per_example,
-        num_rollouts=len(rollouts),
-        avg=fmean(rollout.reward for rollout in scored) if scored else nan,
+        num_rollouts=len(outcomes),
+        avg=fmean(outcome.reward for outcome in scored) if scored else nan,
         pass_at=_pass_at(list(rewards.values()), rollouts_per_example),
-        errors=dict(Counter(str(rollout.failure.kind) for rollout in rollouts if rollout.failure is not None)),
-        completion_len=fmean(rollout.num_completion_tokens for rollout in scored) if scored else nan,
-        truncated=fmean(rollout.truncated for rollout in scored) if scored else nan,
+        errors=dict(Counter(failure.kind.value for failure in failures)),
+        first_errors={failure.kind.value: str(failure) for failure in reversed(failures)},
+        retries=retries,
+        completion_len=fmean(outcome.num_completion_tokens for outcome in scored) if scored else nan,
+        truncated=fmean(outcome.truncated for outcome in scored) if scored else nan,
+        versions=(min(old for old, _ in versions), max(new for _, new in versions)) if versions else None,
         seconds=seconds,
     )
 
@@ -103,8 +150,14 @@ def log_line(report: EvalReport) -> str:
     """Example: Evaluated reverse-text | Step 20 | avg@4: 0.9120 | Errors: 0 | Time: 3.1s"""
     return (
         f"Evaluated {report.env} | Step {report.step} | avg@{report.rollouts_per_example}: {report.avg:.4f} | "
-        f"Errors: {sum(report.errors.values())} | Time: {report.seconds:.1f}s"
+        f"Errors: {report.num_failed} | Time: {report.seconds:.1f}s"
     )
+
+
+def failures_text(report: EvalReport) -> str:
+    """Example: 3 of 80 rollouts of reverse-text failed: 2 timeout (timeout: took longer than 60 s), 1 scorer (...)"""
+    kinds = ", ".join(f"{number} {kind} ({report.first_errors[kind]})" for kind, number in report.errors.items())
+    return f"{report.num_failed} of {report.num_rollouts} rollouts of {report.env} failed: {kinds}"
 
 
 def report_json(report: EvalReport) -> bytes:
@@ -112,15 +165,16 @@ def report_json(report: EvalReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(asdict(report))) + b"\n"
 
 
-def results_jsonl(rollouts: Iterable[Rollout]) -> bytes:
-    """The contents of `results.jsonl`: one rollout a line, failed ones with their failure."""
-    return b"".join(msgspec.json.encode(_row(rollout)) + b"\n" for rollout in rollouts)
+def result_line(rollout: Rollout) -> bytes:
+    """A rollout in `results.jsonl`; one that failed with its failure and without a reward."""
+    return msgspec.json.encode(_row(rollout)) + b"\n"
 
 
 def _row(rollout: Rollout) -> dict[str, Any]:
     failure = rollout.failure
     return {
         "example": rollout.example,
+        "rollout": rollout.id,
         "reward": rollout.reward if failure is None else None,
         "failure": None if failure is None else str(failure),
         "metrics": rollout.metrics,
@@ -133,7 +187,10 @@ def _row(rollout: Rollout) -> dict[str, Any]:
 
 
 def report_table(reports: Sequence[EvalReport], base_step: int | None = None) -> Table:
-    """All figures, one row per environment and step. The row of `base_step` is called the base."""
+    """All figures, one row per environment and step. The row of `base_step` is called the base.
+
+    Weights "step_20-22": it began with those of step 20, and newer ones came while it ran.
+    """
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
     table = Table(title="Evaluation", title_justify="left")
     table.add_column("environment", min_width=max((len(report.env) for report in reports), default=0))
@@ -144,7 +201,7 @@ def report_table(reports: Sequence[EvalReport], base_step: int | None = None) ->
         errors = ", ".join(f"{number} {kind}" for kind, number in sorted(report.errors.items())) or "0"
         table.add_row(
             report.env,
-            "base" if report.step == base_step else f"step_{report.step}",
+            _weights(report, base_step),
             f"{report.num_examples} x {report.rollouts_per_example}",
             f"{report.avg:.4f}",
             *(f"{report.pass_at[k]:.4f}" if k in report.pass_at else "-" for k in ks),
@@ -154,3 +211,16 @@ def report_table(reports: Sequence[EvalReport], base_step: int | None = None) ->
             f"{report.seconds:.1f} s",
         )
     return table
+
+
+def table_text(reports: Sequence[EvalReport], base_step: int | None = None, width: int = 200) -> str:
+    """The same as text of at most `width` columns, for a log."""
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None).print(report_table(reports, base_step))
+    return text.getvalue()
+
+
+def _weights(report: EvalReport, base_step: int | None) -> str:
+    name = "base" if report.step == base_step else f"step_{report.step}"
+    newest = report.step if report.versions is None else report.versions[1]
+    return f"{name}-{newest}" if newest > report.step else name

@@ -21,17 +21,19 @@ from typing import Final
 from rich.console import Console
 
 from prime_rl.aio import Supervisor, together
-from prime_rl.config.evals import EvalConfig, EvalEnvConfig
+from prime_rl.config.evals import EvalConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.environments.client import InferenceClient, open_clients
 from prime_rl.environments.pool import EnvPool, environment_spec, open_pools
-from prime_rl.environments.rollouts import FailureKind, Rollout, RolloutRequest, sampling_args
-from prime_rl.errors import ArtifactError, ConfigError, EnvironmentSetupError, InferenceError, PrimeRLError
-from prime_rl.evals.report import EvalReport, log_line, make_report, report_json, report_table, results_jsonl
+from prime_rl.environments.rollouts import FailureKind, RolloutRequest, sampling_args
+from prime_rl.errors import ArtifactError, ConfigError, InferenceError, PrimeRLError
+from prime_rl.evals.report import EvalReport, Outcome, failures_text, log_line, make_report, report_table
+from prime_rl.evals.results import Results
+from prime_rl.evals.rounds import Part, plan_part
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.paths import RunPaths, step_dir
-from prime_rl.transport.manifest import complete_steps, publish_dir
+from prime_rl.transport.manifest import complete_steps
 
 BASE_STEP: Final = 0
 NOTICE_INTERVAL_S: Final = 10.0
@@ -109,20 +111,7 @@ class Evaluation:
     """Evaluates environments with whatever the server serves."""
 
     def __init__(self, *, config: EvalConfig, clients: Sequence[InferenceClient], pools: dict[str, EnvPool]) -> None:
-        for env in config.env:
-            pool = pools[env.label]
-            if pool.size.num_eval == 0:
-                raise EnvironmentSetupError(f"environment {pool.label!r} has no evaluation examples")
-            if env.skip_first >= pool.size.num_eval:
-                raise ConfigError(
-                    f"skip_first = {env.skip_first} leaves none of the {pool.size.num_eval} evaluation examples of "
-                    f"environment {pool.label!r}"
-                )
-            if not pool.size.has_eval_split:
-                _logger.warning(
-                    "Environment %s has no evaluation split: what is reported is on the examples that it trains on",
-                    pool.label,
-                )
+        self._parts = [plan_part(env, config, pools[env.label].size) for env in config.env]
         self._config = config
         self._clients = clients
         self._pools = pools
@@ -131,62 +120,60 @@ class Evaluation:
     async def run(self, step: int, evals: Path) -> list[EvalReport]:
         """Evaluate all environments and publish `evals/step_N`."""
         reports: list[EvalReport] = []
-        with publish_dir(step_dir(evals, step)) as directory:
-            for env in self._config.env:
+        results = Results(evals, step)
+        try:
+            for part in self._parts:
                 started = time.monotonic()
-                rollouts = await self._evaluate(env, step)
+                progress = _Progress(part.env, len(part.examples) * part.rollouts_per_example)
+                outcomes = await self._evaluate(part, step, progress, results)
                 report = make_report(
-                    rollouts,
-                    env=env.label,
+                    outcomes,
+                    env=part.env,
                     step=step,
-                    rollouts_per_example=self._rollouts_per_example(env),
+                    rollouts_per_example=part.rollouts_per_example,
                     seconds=time.monotonic() - started,
+                    retries=progress.retries,
                 )
-                self._check(report, rollouts)
-                folder = directory / env.label.replace("/", "_")
-                folder.mkdir()
-                (folder / "results.jsonl").write_bytes(results_jsonl(rollouts))
-                (folder / "report.json").write_bytes(report_json(report))
+                if report.num_failed == report.num_rollouts:
+                    raise PrimeRLError(failures_text(report))  # an evaluation in which nothing worked has no result
                 reports.append(report)
                 _logger.info("%s", log_line(report))
-                if self._config.log.log_data:
-                    _logger.info("The first rollout of %s is %s", env.label, rollouts[0].text)
+            await asyncio.to_thread(results.publish, reports)
+        finally:
+            results.discard()
         return reports
 
-    def _rollouts_per_example(self, env: EvalEnvConfig) -> int:
-        return env.rollouts_per_example or self._config.rollouts_per_example
-
-    def _examples(self, env: EvalEnvConfig, num_eval: int) -> range:
-        """Which of the environment's `num_eval` examples."""
-        num_examples = self._config.num_examples if env.num_examples is None else env.num_examples
-        end = num_eval if num_examples == -1 else min(env.skip_first + num_examples, num_eval)
-        return range(env.skip_first, end)
-
-    async def _evaluate(self, env: EvalEnvConfig, step: int) -> list[Rollout]:
-        """All rollouts of one environment, example after example."""
-        pool = self._pools[env.label]
+    async def _evaluate(self, part: Part, step: int, progress: _Progress, results: Results) -> list[Outcome]:
+        """All rollouts of one environment, example after example; they are written to `results`."""
+        pool = self._pools[part.env]
         requests = [
-            self._request(example * self._rollouts_per_example(env) + number, example, step)
-            for example in self._examples(env, pool.size.num_eval)
-            for number in range(self._rollouts_per_example(env))
+            self._request(example * part.rollouts_per_example + number, example, step)
+            for example in part.examples
+            for number in range(part.rollouts_per_example)
         ]
         supervisor = Supervisor()
-        supervisor.start(f"environment {env.label}", pool.watch(), endless=True)
-        progress = _Progress(env.label, len(requests))
+        supervisor.start(f"environment {part.env}", pool.watch(), endless=True)
         supervisor.start("progress", progress.log_now_and_then(), endless=True)
-        return await supervisor.run("rollouts", together(*(self._roll(pool, item, progress) for item in requests)))
+        rolling = (self._roll(pool, request, progress, results) for request in requests)
+        return await supervisor.run("rollouts", together(*rolling))
 
-    async def _roll(self, pool: EnvPool, request: RolloutRequest, progress: _Progress) -> Rollout:
+    async def _roll(self, pool: EnvPool, request: RolloutRequest, progress: _Progress, results: Results) -> Outcome:
         async with self._slots:
             rollout = await pool.run(request)
+            while rollout.failure is not None and not rollout.failure.is_own:  # another ended its worker
+                progress.retries += 1
+                rollout = await pool.run(request)
+            await asyncio.to_thread(results.add, pool.label, rollout)
         progress.done += 1
+        if progress.done == 1 and self._config.log.log_data:
+            _logger.info("The first rollout of %s is %s", pool.label, rollout.text)
         if rollout.failure and rollout.failure.kind == FailureKind.INFERENCE:
             for client in self._clients:
                 if await client.health() is None:
                     raise InferenceError(
                         f"the inference server at {client.base_url} is gone: {rollout.failure.message}"
                     )
-        return rollout
+        return Outcome.of(rollout)
 
     def _request(self, request_id: int, example: int, version: int) -> RolloutRequest:
         return RolloutRequest(
@@ -198,18 +185,13 @@ class Evaluation:
             split="eval",
         )
 
-    def _check(self, report: EvalReport, rollouts: Sequence[Rollout]) -> None:
-        """An evaluation in which nothing worked has no result."""
-        if sum(report.errors.values()) == report.num_rollouts:
-            failure = rollouts[0].failure
-            raise PrimeRLError(f"all {report.num_rollouts} rollouts of {report.env} failed, the first with {failure}")
-
 
 class _Progress:
     """Rollouts done of one environment."""
 
     def __init__(self, env: str, total: int) -> None:
         self.done = 0
+        self.retries = 0
         self._env = env
         self._total = total
 

@@ -7,7 +7,7 @@ that begins, or whose server is gone, goes to where the fewest rollouts are in f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 MAX_GROUPS: Final = 65536
@@ -21,10 +21,10 @@ class Assignment:
         self.load: Counter[str] = Counter()
         """Rollouts in flight by the address that they began with."""
         self._addresses = tuple(addresses)
-        self._of_rollout: dict[int, str] = {}
-        self._of_group: OrderedDict[int, str] = OrderedDict()
+        self._of_rollout: dict[Hashable, str] = {}
+        self._of_group: OrderedDict[Hashable, str] = OrderedDict()
 
-    def assign(self, rollout: int, group: int, able: Sequence[str]) -> tuple[str, ...]:
+    def assign(self, rollout: Hashable, group: Hashable, able: Sequence[str]) -> tuple[str, ...]:
         """All addresses, in the order in which `rollout` shall try them: the `able` ones first, by load.
 
         Example: assign(7, 2, able=["b", "c"]) == ("c", "b", "a") where c began with group 2.
@@ -40,7 +40,7 @@ class Assignment:
         self.load[home] += 1
         return (home, *(address for address in by_load if address != home))
 
-    def release(self, rollout: int) -> None:
+    def release(self, rollout: Hashable) -> None:
         """The rollout has ended, if it had begun."""
         address = self._of_rollout.pop(rollout, None)
         if address is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +59,7 @@ class Client(Protocol):
     async def check_model(self, name: str) -> None: ...
     async def update_weights(self, directory: Path, version: int) -> ServedWeights: ...
     async def reload_weights(self) -> ServedWeights: ...
+    async def metrics(self) -> str: ...
     async def init_transfer(self, request: InitTransferRequest) -> None: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
@@ -194,7 +195,7 @@ class Fleet:
         """Whether a server that is up serves these weights or newer ones."""
         return any(_serves(server, version) for server in self.servers)
 
-    def assign(self, rollout: int, group: int, version: int) -> tuple[str, ...]:
+    def assign(self, rollout: Hashable, group: Hashable, version: int) -> tuple[str, ...]:
         """The addresses for a rollout, the one to begin with first; it counts as its load until `release`.
 
         `version`: the oldest weights that may sample it.
@@ -204,7 +205,7 @@ class Fleet:
             able = [server.name for server in self.servers if _serves(server, version)]
         return self._assignment.assign(rollout, group, able)
 
-    def release(self, rollout: int) -> None:
+    def release(self, rollout: Hashable) -> None:
         """The rollout has ended."""
         self._assignment.release(rollout)
 

@@ -1,35 +1,40 @@
 """The orchestrator: what is generated, and what is trained on.
 
-    examples --> dispatch --> env workers --HTTP--> inference server
+    examples --> dispatcher -> env workers --HTTP--> inference server
                     ^             |                     ^
                     |          rollouts                 | POST /update_weights
                     |             v                     |
-                scheduler <-- (repair, groups)     weight relay <-- weights/step_n <-- trainer
-                    |                                   |                                 ^
+                scheduler <-- (repair, groups,   weight relay <-- weights/step_n <-- trainer
+                    |          scores)                  |                                 ^
                     +--> batches --> rollouts/step_n ---|---------------------------------+
                     ^                                   |
                     +------------- new version ---------+
 
     loop           consumes          waits for                           unblocked by
-    dispatch       examples          room in the window, and a server    a batch shipped, new weights, a rollout ended
-                                                                         or a server that came up
+    dispatcher     examples          room in the window, and a server    a batch shipped, new weights, a rollout ended
+                                                                         or a server that came up (`dispatch`)
     rollout (each) a dispatch        its worker, up to its deadline      the worker; the pool when the worker died
-    batches        finished groups   P groups, and weights >= c - k      rollouts; the weight relay
+    group (each)   its rollouts      its scores (`generation`)           a thread; a teacher's deadline
+    batches        scored groups     a full batch, and weights >= c - k  rollouts; the weight relay
     weight relay   weights/step_n    a complete directory                the trainer
     servers        their health      the next probe                      time (`fleet`)
+    loads          their /metrics    the next look                       time (`controller`)
+    event loop lag -                 the next beat                       time (`monitors.lag`)
     environment    -                 a worker that is given up           (its end is the run's end)
 
-All state is in the scheduler, which is pure; the loops here move events in and out of it. A loop that fails ends the
-run with its error. This process holds no torch.
+All state is in the scheduler and the buffer, which are pure; the loops move events in and out of them. A loop that
+fails ends the run with its error. This process holds no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 from prime_rl.aio import Supervisor, together
 from prime_rl.config.artifacts import NCCLBroadcastConfig
@@ -37,30 +42,35 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.environments.client import InferenceClient, open_clients
 from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
-from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, RolloutRequest, sampling_args
-from prime_rl.environments.trajectories import longest_sample, training_samples
-from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError, PrimeRLError
+from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor, Monitor
 from prime_rl.monitors.events import EventLog
-from prime_rl.orchestrator.advantages import group_advantages
+from prime_rl.monitors.lag import LoopLag
 from prime_rl.orchestrator.bench import BatchSink, NoBatches
 from prime_rl.orchestrator.broadcasts import Broadcasts
-from prime_rl.orchestrator.faults import FaultLedger
+from prime_rl.orchestrator.concurrency import Concurrency
+from prime_rl.orchestrator.controller import Controller, FixedBound, Loads
+from prime_rl.orchestrator.dispatch import Dispatcher, Source
+from prime_rl.orchestrator.evaluation import open_evaluation
+from prime_rl.orchestrator.faults import take_all_counts
 from prime_rl.orchestrator.fleet import Fleet
+from prime_rl.orchestrator.generation import EndedRollout, Generation, Teacher
 from prime_rl.orchestrator.metrics import (
     Clock,
+    EndTally,
     Progress,
-    ScoredRollout,
     batch_metrics,
     log_line,
     progress_metrics,
     readable_rollouts,
     server_metrics,
+    too_long_warning,
 )
 from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.scheduler import Dispatch, FinishedGroup, Scheduler, SchedulerLimits
-from prime_rl.orchestrator.sources import ExampleSource
+from prime_rl.orchestrator.scoring import FinishedBatch, ScoredRollout, Scorer, build_scorer
+from prime_rl.orchestrator.teacher import open_teacher
+from prime_rl.orchestrator.traces import open_traces
 from prime_rl.paths import RunPaths
 from prime_rl.transport.batches import BatchWriter
 from prime_rl.transport.manifest import complete_steps
@@ -82,9 +92,15 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         raise ArtifactError(
             f"{paths.rollouts} holds {len(steps)} batches of an earlier run; choose another output_dir or remove it"
         )
+    scorer = build_scorer(config)
     specs = [
         environment_spec(
-            env, client=config.client, model=config.model.name, log=config.log, retry_s=config.outage_timeout
+            env,
+            client=config.client,
+            model=config.model.name,
+            log=config.log,
+            retry_s=config.outage_timeout,
+            renderer=config.renderer.name,
         )
         for env in config.env
     ]
@@ -100,9 +116,22 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         # `--bench` leaves the weights as they are.
         starting = policy.start(config.client.ready_timeout, adopt=config.bench)
         pools, _ = await together(stack.enter_async_context(opening), starting)
+        teacher = None
+        if config.teacher_model is not None:
+            teacher = await stack.enter_async_context(open_teacher(config))
+        evaluation = await stack.enter_async_context(open_evaluation(config, pools, policy.fleet, paths))
         monitor = JsonlMonitor(paths.metrics("orchestrator"))
         stack.callback(monitor.close)
-        orchestrator = Orchestrator(config=config, pools=pools, policy=policy, writer=writer, monitor=monitor)
+        traces = await stack.enter_async_context(open_traces(config, paths.traces))
+        orchestrator = Orchestrator(
+            config=config,
+            pools=pools,
+            policy=policy,
+            writer=writer,
+            monitor=monitor,
+            scorer=scorer,
+            extensions=Extensions(teacher=teacher, evaluation=evaluation, on_end=traces.note),
+        )
         await orchestrator.run()
 
 
@@ -123,6 +152,48 @@ def build_policy(
     return Policy(fleet, paths.weights, broadcasts=broadcasts, may_reload=config.reload_weights_on_start)
 
 
+class Evaluation(Source, Protocol):
+    """An evaluation beside training."""
+
+    share: float
+    """Of the rollouts in flight, while training wants room too; below 1."""
+    pools: Sequence[EnvPool]
+    """Its own workers."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether training has to wait for it: no rollout is started and no weights are taken. It begins to be alone
+        in `on_weights` only."""
+        ...
+
+    def on_weights(self, version: int) -> None:
+        """Weights of `version` are served now, or from the start."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """How many rollouts were dispatched for it so far, and what became of them."""
+        ...
+
+    async def finish(self) -> None:
+        """After the last batch: until everything that shall be evaluated is."""
+        ...
+
+
+def _ignore(ended: EndedRollout) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions:
+    """What a run may have besides."""
+
+    teacher: Teacher | None = None
+    evaluation: Evaluation | None = None
+    controller: Controller = field(default_factory=FixedBound)
+    on_end: Callable[[EndedRollout], None] = _ignore
+    """Told once of each rollout of training that ended; it must not take time."""
+
+
 class Orchestrator:
     """The loops of one run, over complete collaborators."""
 
@@ -134,163 +205,138 @@ class Orchestrator:
         policy: Policy,
         writer: BatchSink,
         monitor: Monitor,
+        scorer: Scorer,
+        extensions: Extensions | None = None,
     ) -> None:
-        for pool in pools.values():
-            if pool.size.num_train == 0:
-                raise EnvironmentSetupError(f"environment {pool.label!r} has no training examples")
+        """`pools` by the labels of the training environments."""
+        extensions = extensions or Extensions()
+        evaluation = extensions.evaluation
         self._config = config
-        self._pools = pools
+        self._all_pools = [*pools.values(), *(() if evaluation is None else evaluation.pools)]
         self._policy = policy
         self._fleet = policy.fleet
-        self._num_failovers = 0
         self._writer = writer
         self._monitor = monitor
-        self._source = ExampleSource({label: pool.size.num_train for label, pool in pools.items()}, config.seed)
-        self._scheduler: Scheduler[Rollout] = Scheduler(
-            SchedulerLimits(
-                groups_per_batch=config.groups_per_batch,
-                rollouts_per_group=config.rollouts_per_example,
-                max_async_level=config.max_async_level,
-                max_off_policy_steps=config.max_off_policy_steps,
-                max_attempts=config.max_attempts,
-                max_batches=config.max_steps,
-                max_in_flight=config.max_concurrent,
-                trains=not config.bench,
-            )
-        )
-        self._faults = FaultLedger(config.max_error_rate, num_judged=config.batch_size)
-        self._progress = Progress()
+        self._scorer = scorer
+        self._evaluation = evaluation
+        self._sink = extensions.on_end
         self._supervisor = Supervisor()
-        self._rollouts: dict[int, asyncio.Task[None]] = {}
-        self._may_dispatch = asyncio.Event()
+        self._generation = Generation(
+            config,
+            pools,
+            self._fleet,
+            self._scorer,
+            self._supervisor,
+            on_end=self._on_end,
+            on_change=self._changed,
+            teacher=extensions.teacher,
+        )
+        self._scheduler = self._generation.scheduler
+        self._generation.may_start = lambda: not self._is_evaluated_alone
+        policy.newest_allowed = self._newest_allowed
+        share = 0.0 if evaluation is None else evaluation.share
+        sources: dict[str, Source] = {"training": self._generation}
+        shares = {"training": 1 - share}
+        if evaluation is not None:
+            sources["evaluation"], shares["evaluation"] = evaluation, share
+        groups = math.ceil(self._scheduler.window / self._scheduler.limits.first_estimate)
+        concurrency = _concurrency(config, pools, shares, usual=groups * config.rollouts_per_example)
+        self._dispatcher = Dispatcher(
+            self._fleet, self._supervisor, concurrency, sources, version=lambda: self._scheduler.version
+        )
+        self._loads = Loads(self._fleet, concurrency, extensions.controller, on_change=self._dispatcher.wake)
+        self._progress = Progress()
+        self._ends = EndTally()
+        self._lag = LoopLag()
         self._may_ship = asyncio.Event()
         self._waited_for_weights_s = 0.0
         self._waited_for_rollouts_s = 0.0
-        self._step_started = time.monotonic()
+        self._step_started = self._noticed_at = time.monotonic()
 
     async def run(self) -> None:
-        """Until every batch is shipped."""
-        self._step_started = time.monotonic()
+        """Until every batch is shipped, and evaluated what shall be."""
+        self._step_started = self._noticed_at = time.monotonic()
         start = self._supervisor.start
         self._fleet.on_change = self._on_servers
         start("servers", self._fleet.watch(), endless=True)
+        start("loads", self._loads.watch(), endless=True)
+        start("event loop lag", self._lag.watch(), endless=True)
         if not self._config.bench:
             start("weight relay", self._policy.watch(self._on_weights), endless=True)
-        for label, pool in self._pools.items():
-            start(f"environment {label}", pool.watch(), endless=True)
-        start("dispatch", self._dispatch(), endless=True)
-        await self._supervisor.run("batches", self._produce_batches())
-        counters = self._scheduler.counters
-        _logger.info(
-            "%d batches of %d rollouts; %d rollouts failed, %d were cancelled as too old",
-            self._scheduler.next_batch, self._config.batch_size, counters.failed, counters.cancelled,
-        )  # fmt: skip
-
-    # Consumes: examples. Waits for: room in the window, and a server. Unblocked by: `_changed`.
-    async def _dispatch(self) -> None:
-        while True:
-            self._may_dispatch.clear()
-            while self._fleet.may_assign(self._scheduler.version):
-                dispatch = self._scheduler.next_dispatch(self._source.next)
-                if dispatch is None:
-                    break
-                name = f"rollout {dispatch.rollout_id}"
-                self._rollouts[dispatch.rollout_id] = self._supervisor.start(name, self._roll(dispatch))
-            await self._may_dispatch.wait()
-
-    # Consumes: one dispatch. Waits for: its worker, up to the deadline. Unblocked by: the pool, whatever happens.
-    async def _roll(self, dispatch: Dispatch) -> None:
-        dispatched_at = asyncio.get_running_loop().time()
+        for pool in self._all_pools:
+            start(f"environment {pool.label}", pool.watch(), endless=True)
+        self._evaluate()
+        start("dispatcher", self._dispatcher.run(), endless=True)
         try:
-            rollout = await self._pools[dispatch.example.env].run(self._request(dispatch))
-            self._fleet.release(dispatch.rollout_id)
-            self._num_failovers += rollout.failovers
-            failure = rollout.failure or self._unfit(rollout, dispatch.version)
-            if failure is not None:
-                await self._fail(dispatch, failure, dispatched_at)
-            elif self._scheduler.is_in_flight(dispatch.rollout_id):
-                self._faults.succeeded()
-                self._scheduler.succeed(dispatch.rollout_id, rollout)
+            await self._supervisor.run("batches", self._produce())
         finally:
-            self._fleet.release(dispatch.rollout_id)
-            self._rollouts.pop(dispatch.rollout_id, None)
-        self._changed()
+            self._generation.close()
+            _logger.info("%d batches; %s", self._scheduler.next_batch, self._scheduler.counters)
 
-    # Consumes: finished groups. Waits for: a full batch, and weights that are new enough. Unblocked by: `_changed`.
+    async def _produce(self) -> None:
+        await self._produce_batches()
+        self._scheduler.close()
+        if self._evaluation is not None:
+            await self._evaluation.finish()
+
+    # Consumes: scored groups. Waits for: a full batch, and weights that are new enough. Unblocked by: `_changed`.
     async def _produce_batches(self) -> None:
         while not self._scheduler.is_done:
             self._may_ship.clear()
             groups = self._scheduler.take_batch()
+            self._dispatcher.wake()  # there is room now, also where groups were left out and there is no batch
             if groups is None:
                 await self._wait_to_ship()
             else:
-                self._may_dispatch.set()
                 await self._ship(groups)
 
-    async def _fail(self, dispatch: Dispatch, failure: Failure, dispatched_at: float) -> None:
-        """Count a failure and have the place filled again. A server that was gone is not the rollout's fault."""
-        may_be_outage = failure.kind in (FailureKind.INFERENCE, FailureKind.TIMEOUT)
-        was_outage = may_be_outage and await self._fleet.was_disturbed(dispatched_at)
-        if not self._scheduler.is_in_flight(dispatch.rollout_id):
-            return  # its group was dropped while it ended: it counts as cancelled
-        line = self._faults.failed(failure, now=time.monotonic(), is_judged=not was_outage)
-        if line is not None:
-            _logger.warning("Environment %s: %s", dispatch.example.env, line)
-        if (verdict := self._faults.verdict()) is not None:
-            raise PrimeRLError(verdict)
-        self._cancel(self._scheduler.fail(dispatch.rollout_id, counts=not was_outage))
-
-    def _request(self, dispatch: Dispatch) -> RolloutRequest:
-        return RolloutRequest(
-            id=dispatch.rollout_id,
-            example=dispatch.example.index,
-            sampling=sampling_args(self._config.sampling, rollout_id=dispatch.rollout_id),
-            version=dispatch.version,
-            timeout_s=self._config.rollout_timeout,
-            servers=self._fleet.assign(dispatch.rollout_id, dispatch.group, dispatch.version),
-        )
-
-    def _unfit(self, rollout: Rollout, at_dispatch: int) -> Failure | None:
-        """Why a rollout that went well cannot be trained on. `at_dispatch` is the version served when it began."""
-        oldest = min((min(turn.versions, default=at_dispatch) for turn in rollout.turns), default=at_dispatch)
-        if oldest < at_dispatch:  # a server that was started again samples until it is brought up to date
-            message = f"the server sampled with weights {oldest} after it had served {at_dispatch}: was it restarted?"
-            return Failure(kind=FailureKind.INFERENCE, message=message)
-        length = longest_sample(rollout)
-        if length <= self._config.seq_len:
-            return None
-        message = f"{length} tokens do not fit seq_len = {self._config.seq_len}; raise it, or lower sampling.max_tokens"
-        return Failure(kind=FailureKind.TOO_LONG, message=message)
+    def _on_end(self, ended: EndedRollout) -> None:
+        if ended.result is None:
+            self._dispatcher.cancel(ended.dispatch.rollout_id)
+        self._ends.note(ended)
+        self._sink(ended)
 
     def _on_weights(self, version: int) -> None:
-        self._cancel(self._scheduler.set_version(version))
+        self._scheduler.set_version(version)
+        self._evaluate()
         self._changed()
 
+    def _evaluate(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.on_weights(self._scheduler.version)
+        if self._is_evaluated_alone:
+            self._generation.interrupt("evaluation")
+
+    @property
+    def _is_evaluated_alone(self) -> bool:
+        return self._evaluation is not None and self._evaluation.is_alone
+
+    def _newest_allowed(self) -> int | None:
+        return self._scheduler.version if self._is_evaluated_alone else self._scheduler.newest_allowed
+
     def _on_servers(self) -> None:
-        for pool in self._pools.values():
+        for pool in self._all_pools:
             pool.avoid(self._fleet.down)
         self._changed()
 
-    def _cancel(self, rollout_ids: Sequence[int]) -> None:
-        for rollout_id in rollout_ids:
-            if rollout_id in self._rollouts:
-                self._rollouts[rollout_id].cancel()
-
     def _changed(self) -> None:
-        self._may_dispatch.set()
+        self._dispatcher.wake()
         self._may_ship.set()
 
     async def _wait_to_ship(self) -> None:
         """Until something changed. Raises: DeadlineExceeded when the trainer's weights take too long."""
-        for_weights = self._scheduler.waits_for_weights
-        notice_s = NOTICE_INTERVAL_S
-        if for_weights:
-            notice_s = min(notice_s, self._config.weights_timeout - self._waited_for_weights_s)
+        for_weights = self._scheduler.waits_for_weights and not self._is_evaluated_alone
         started = time.monotonic()
+        # Since the last notice, not since now: something may change all the time, and still no batch be complete.
+        wait_s = max(0.0, self._noticed_at + NOTICE_INTERVAL_S - started)
+        if for_weights:
+            wait_s = min(wait_s, self._config.weights_timeout - self._waited_for_weights_s)
         try:
-            await asyncio.wait_for(self._may_ship.wait(), notice_s)
+            async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow the end of the run
+                await self._may_ship.wait()
         except TimeoutError:
             _logger.info("Waiting for %s", self._what_is_missing())
+            self._noticed_at = time.monotonic()
         waited = time.monotonic() - started
         if not for_weights:
             self._waited_for_rollouts_s += waited
@@ -305,16 +351,18 @@ class Orchestrator:
     def _what_is_missing(self) -> str:
         """What the next batch lacks. Rollouts end by their own deadline, weights by `weights_timeout`."""
         scheduler = self._scheduler
+        if self._is_evaluated_alone:
+            return f"the evaluation of weights {scheduler.version}"
         if scheduler.waits_for_weights:
             needed = scheduler.next_batch - self._config.max_async_level
             return f"weights {needed} (serving {scheduler.version}) for batch {scheduler.next_batch}"
-        return f"rollouts of batch {scheduler.next_batch}: {scheduler.num_in_flight} are in flight"
+        what = f"rollouts of batch {scheduler.next_batch}: {scheduler.num_in_flight} are in flight"
+        return what + (f"; {scheduler.left_out}" if scheduler.left_out else "")
 
-    async def _ship(self, groups: Sequence[FinishedGroup[Rollout]]) -> None:
+    async def _ship(self, groups: Sequence[Sequence[ScoredRollout]]) -> None:
         step = self._scheduler.next_batch - 1
         async_level = step - self._scheduler.version
-        scored = [self._score(group) for group in groups]
-        await asyncio.to_thread(self._write, step, scored)
+        finished = await asyncio.to_thread(self._write, step, groups)
         now = time.monotonic()
         clock = Clock(
             step_s=now - self._step_started,
@@ -322,40 +370,54 @@ class Orchestrator:
             generate_s=self._waited_for_rollouts_s,
             update_weights_s=self._policy.update_s,
         )
-        self._step_started = now
+        self._step_started = self._noticed_at = now
         self._waited_for_weights_s = self._waited_for_rollouts_s = 0.0
-        metrics = batch_metrics(
-            scored,
+        generation = self._generation
+        counters = replace(self._scheduler.counters, ends=self._scheduler.counters.ends.copy())
+        metrics = await asyncio.to_thread(  # it looks at every token
+            batch_metrics,
+            finished.groups,
             step=step,
             async_level=async_level,
             clock=clock,
-            failures=self._faults.take_counts(),
-            counters=self._scheduler.counters,
+            failures=take_all_counts(generation.faults.values()),
+            counters=counters,
+            strategy=self._config.trajectory_strategy,
         )
-        metrics |= server_metrics(self._fleet, self._num_failovers)
-        metrics |= progress_metrics(self._progress, scored) | {"progress/epoch": float(self._source.epoch)}
+        metrics |= finished.metrics | server_metrics(self._fleet, generation.num_failovers) | self._loads.metrics()
+        metrics |= progress_metrics(self._progress, finished.groups) | generation.metrics()
+        metrics |= self._ends.take() | self._lag.take()
+        if self._evaluation is not None:
+            metrics |= self._evaluation.metrics()
         self._monitor.log(metrics, step=step)
         _logger.info("%s", log_line(step, metrics))
+        if warning := too_long_warning(metrics, self._config.seq_len):
+            _logger.warning("%s", warning)
         if self._config.log.log_data:
-            _logger.info("Batch %d begins with %s", step, scored[0][0].rollout.text)
+            _logger.info("Batch %d begins with %s", step, finished.groups[0][0].rollout.text)
 
-    def _score(self, group: FinishedGroup[Rollout]) -> list[ScoredRollout]:
-        advantages = group_advantages([rollout.reward for rollout in group.results])
-        temperature, strategy = self._config.sampling.temperature, self._config.trajectory_strategy
-        return [
-            ScoredRollout(
-                rollout=rollout,
-                advantage=advantage,
-                samples=training_samples(rollout, advantage=advantage, temperature=temperature, strategy=strategy),
-            )
-            for rollout, advantage in zip(group.results, advantages, strict=True)
-        ]
-
-    def _write(self, step: int, groups: Sequence[Sequence[ScoredRollout]]) -> None:
+    def _write(self, step: int, groups: Sequence[Sequence[ScoredRollout]]) -> FinishedBatch:
         """Pack and publish one batch, with its rollouts in readable form beside it."""
-        samples = [sample for group in groups for scored in group for sample in scored.samples]
-        batch = build_batch(samples, step=step, seq_len=self._config.seq_len)
+        finished = self._scorer.finish_batch(groups)
+        batch = build_batch(finished.samples, step=step, seq_len=self._config.seq_len)
         gap = step - batch.min_version
         is_bounded = self._config.bench or 0 <= gap <= self._config.staleness_bound
         assert is_bounded, f"batch {step} holds tokens of weights {batch.min_version}"
-        self._writer.write(batch, {"rollouts.jsonl": readable_rollouts(groups)})
+        self._writer.write(batch, {"rollouts.jsonl": readable_rollouts(finished.groups)})
+        return finished
+
+
+def _concurrency(
+    config: OrchestratorConfig, pools: Mapping[str, EnvPool], shares: Mapping[str, float], *, usual: int
+) -> Concurrency:
+    """Room for the rollouts of a run. Raises: ConfigError where a group that is scored as one has none."""
+    scored_as_one = [label for label, pool in pools.items() if pool.size.scores_groups]
+    least = {"training": config.rollouts_per_example} if scored_as_one else None
+    concurrency = Concurrency(config.max_concurrent, shares, usual=usual, least=least)
+    if config.max_concurrent is not None and config.max_concurrent < concurrency.floor:
+        raise ConfigError(
+            f"max_concurrent = {config.max_concurrent} has no room for a group of {config.rollouts_per_example}, which "
+            f"environment {scored_as_one[0]!r} scores as one, and an evaluation beside it; set it to "
+            f"{concurrency.floor} or more"
+        )
+    return concurrency

@@ -18,7 +18,7 @@ from prime_rl.logs import get_logger
 from prime_rl.orchestrator.broadcasts import Broadcasts
 from prime_rl.orchestrator.fleet import Fleet, Target
 from prime_rl.paths import step_dir
-from prime_rl.transport.manifest import MARKER, complete_steps, latest_step, read_manifest
+from prime_rl.transport.manifest import MARKER, complete_steps, read_manifest
 
 POLL_S: Final = 0.02
 LIST_INTERVAL_S: Final = 1.0
@@ -39,6 +39,8 @@ class Policy:
         self.num_updates = 0
         self.update_s = 0.0
         """Seconds that the last update took."""
+        self.newest_allowed: Callable[[], int | None] = lambda: None
+        """The newest weights that may be served now (`strict_async_level`). None: any."""
         self._weights = weights
         self._broadcasts = broadcasts
         self._may_reload = may_reload
@@ -95,6 +97,9 @@ class Policy:
 
     def _newest(self) -> Target | None:
         """The newest weights that are newer than those served; files where a step is there in both forms."""
+        newest = self.newest_allowed()
+        if newest is not None and newest <= self.version:
+            return None
         roots = [self._weights]
         if self._broadcasts is not None and not self._broadcasts.is_over():
             roots.append(self._broadcasts.directory)
@@ -102,7 +107,12 @@ class Policy:
         if not is_due and not any((step_dir(root, self.version + 1) / MARKER).exists() for root in roots):
             return None
         self._listed_at = time.monotonic()
-        steps = [(step, -place) for place, root in enumerate(roots) if (step := latest_step(root)) is not None]
+        steps = [
+            (step, -place)
+            for place, root in enumerate(roots)
+            for step in complete_steps(root)
+            if newest is None or step <= newest
+        ]
         step, place = max(steps, default=(0, 0))
         return _target(step_dir(roots[-place], step), step) if step > self.version else None
 

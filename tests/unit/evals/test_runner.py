@@ -1,15 +1,16 @@
 """Evaluation over real worker processes and a real HTTP server."""
 
 import json
+from pathlib import Path
 
 import pytest
-from starlette.responses import JSONResponse
 from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
 
 from prime_rl.config.evals import EvalConfig
-from prime_rl.environments.rollouts import WorkerReady
+from prime_rl.environments.rollouts import EnvironmentSpec, WorkerReady
 from prime_rl.errors import ArtifactError, ConfigError, PrimeRLError
+from prime_rl.evals import runner
 from prime_rl.evals.runner import Evaluation, evaluate, run
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
@@ -75,7 +76,25 @@ async def test_a_server_that_another_run_left_its_weights_in_is_measured_with_it
     assert (report.step, report.avg, inference.num_reloads) == (0, 1.0, 1)
 
 
-async def test_several_servers_are_all_given_the_weights(config_of, inference, tmp_path, unused_tcp_port):
+@pytest.fixture
+def play(monkeypatch):
+    """Has rollouts do what a script says, a word an example, in workers that load at once."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+    def scripted(*words):
+        def spec_of(env, **fields):
+            return EnvironmentSpec(
+                id=env.id, label=env.label, args={"script": list(words), "num_eval": len(words)}, base_urls=("",),
+                model="", door="tests.doubles.door",
+            )  # fmt: skip
+
+        monkeypatch.setattr(runner, "environment_spec", spec_of)
+
+    return scripted
+
+
+async def test_several_servers_are_all_given_the_weights(config_of, inference, play, tmp_path, unused_tcp_port):
+    play("right")
     publish_number(tmp_path / "weights", 3)
     with running_inference(tmp_path / "model", unused_tcp_port) as (other, _):
         client = {"base_url": [inference.base_url, other.base_url]}
@@ -83,16 +102,24 @@ async def test_several_servers_are_all_given_the_weights(config_of, inference, t
         assert [inference.updates, other.updates] == [[(str(tmp_path / "weights" / "step_3"), 3)]] * 2
 
 
-async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(config_of, inference):
-    inference.fault = lambda text, number: JSONResponse({"error": {"message": "no"}}, 500) if number <= 3 else None
+async def test_errors_are_counted_and_when_nothing_works_there_is_no_result(config_of, play):
+    play("right", "fail", "raise")
     (report,) = await evaluate(config_of())
-    assert report.errors == {"inference": 3}
+    assert report.errors == {"scorer": 2, "environment": 2}
     assert report.avg == 1.0
-    inference.fault = lambda text, number: JSONResponse({"error": {"message": "no"}}, 500)
+    play("fail", "fail")
     config = config_of(output_dir=RunPaths(config_of().output_dir).output_dir / "second")
-    with pytest.raises(PrimeRLError, match="all 8 rollouts of reverse-text failed, the first with inference"):
+    with pytest.raises(PrimeRLError, match=r"4 of 4 rollouts of reverse-text failed: 4 scorer \(scorer: scorer broke"):
         await evaluate(config)
-    assert not (config.output_dir / "evals" / "step_0").exists()
+    assert not list((config.output_dir / "evals").iterdir())
+
+
+async def test_rollouts_whose_worker_another_ended_are_run_again(config_of, play):
+    play("exit", "right", "right")
+    (report,) = await evaluate(config_of())
+    assert report.errors == {"worker_died": 2}
+    assert report.avg == 1.0
+    assert report.retries > 0
 
 
 async def test_examples_sampling_logs_and_checks_are_as_configured(config_of, inference, caplog):
@@ -108,7 +135,10 @@ async def test_examples_sampling_logs_and_checks_are_as_configured(config_of, in
     with caplog.at_level("INFO", logger="prime_rl"):
         await evaluate(config)
     results = RunPaths(config.output_dir).evals / "step_0" / "reverse-text" / "results.jsonl"
-    assert [json.loads(line)["example"] for line in results.read_text().splitlines()] == [2, 2, 3, 3, 4, 4]
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert sorted((row["example"], row["rollout"]) for row in rows) == [
+        (2, 4), (2, 5), (3, 6), (3, 7), (4, 8), (4, 9),
+    ]  # fmt: skip
     assert sorted(sent["seed"] for sent in inference.sampling) == [7 + number for number in range(4, 10)]
     assert all(sent | {"seed": 7} == sent | sampling for sent in inference.sampling)
     (line,) = [line for line in caplog.messages if line.startswith("The first rollout of reverse-text is ")]
@@ -147,7 +177,7 @@ class Pool:
 def test_examples_are_those_from_the_first_wanted_one_on(config_of, fields, expected):
     config = config_of(env=[{"id": "sums", **fields}])
     evaluation = Evaluation(config=config, clients=(), pools={"sums": Pool(has_eval_split=True)})
-    assert list(evaluation._examples(config.env[0], num_eval=3)) == expected
+    assert list(evaluation._parts[0].examples) == expected
 
 
 def test_an_evaluation_on_training_data_is_warned_of(config_of, caplog):

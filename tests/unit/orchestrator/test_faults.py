@@ -42,7 +42,7 @@ def test_a_rate_of_one_stops_a_run_in_which_nothing_works():
 def test_only_the_last_rollouts_are_judged_and_outages_not_at_all():
     faults = FaultLedger(0.5)
     for _ in range(MIN_JUDGED):
-        faults.failed(SLOW, now=0.0, is_judged=False)
+        faults.failed(SLOW, now=0.0, num_judged=0)
     assert faults.verdict() is None
     for _ in range(MIN_JUDGED - 1):
         faults.failed(SLOW, now=0.0)
@@ -66,3 +66,16 @@ def test_counts_are_since_they_were_last_taken():
     faults.failed(SLOW, now=0.0)
     assert faults.take_counts() == {FailureKind.TIMEOUT: 2}
     assert faults.take_counts() == {}
+
+
+def test_a_failure_that_made_a_group_worthless_is_judged_as_all_of_it_and_counted_and_told_as_one():
+    faults = FaultLedger(0.5)
+    faults.succeeded(8)
+    for _ in range(7):
+        assert faults.verdict() is None
+        faults.failed(BROKEN, now=0.0, num_judged=8)
+    assert faults.verdict() == (
+        "56 of the last 64 rollouts failed (49 of them were lost with another one of their group), more than "
+        "max_error_rate = 0.5 allows; most often (7 times) with scorer: KeyError: 'x'"
+    )
+    assert faults.take_counts() == {FailureKind.SCORER: 7}

@@ -16,7 +16,8 @@ from prime_rl.environments.client import InferenceClient
 from prime_rl.environments.verifiers.failover import Failover, Route
 from prime_rl.errors import InferenceError
 from prime_rl.orchestrator.fleet import Fleet, State, Target
-from prime_rl.orchestrator.scheduler import Dispatch, Example, Scheduler, SchedulerLimits
+from prime_rl.orchestrator.groups import Dispatch, Example
+from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
 
 OUTAGE_S = 60.0
 
@@ -60,7 +61,7 @@ class Run:
 
     def __post_init__(self):
         self.fleet = fleet_of(self.servers, self.events)
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, self.on_end)
         self.supervisor = Supervisor()
         self.changed = asyncio.Event()
         self.tasks: dict[int, asyncio.Task] = {}
@@ -138,10 +139,12 @@ class Run:
             if ok:
                 versions = response.json()["versions"]
                 assert min(versions) >= dispatch.version
-                self.scheduler.succeed(dispatch.rollout_id, (dispatch.rollout_id, dispatch.version, versions))
+                group = self.scheduler.succeed(dispatch.rollout_id, (dispatch.rollout_id, dispatch.version, versions))
+                if group is not None:
+                    self.scheduler.accept(group.number, group.results)
             else:
                 counts = not await self.fleet.was_disturbed(began)
-                self.cancel(self.scheduler.fail(dispatch.rollout_id, counts=counts))
+                self.scheduler.fail(dispatch.rollout_id, "gone", "inference", counts=counts)
         finally:
             self.num_failovers += self.routes.pop(session).num_failovers
             self.fleet.release(dispatch.rollout_id)
@@ -160,7 +163,7 @@ class Run:
                 await asyncio.sleep(0.05)
                 continue
             step = self.scheduler.next_batch - 1
-            self.shipped.append((step, [result for group in groups for result in group.results]))
+            self.shipped.append((step, [result for group in groups for result in group]))
             self.changed.set()
             self.trained.put_nowait(step + 1)
 
@@ -171,20 +174,20 @@ class Run:
             before = self.scheduler.version
             await self.fleet.update(weights(version))
             assert version > before, "the version served never goes back"
-            self.cancel(self.scheduler.set_version(version))
+            self.scheduler.set_version(version)
             self.changed.set()
 
-    def cancel(self, rollouts):
-        for rollout in rollouts:
-            if rollout in self.tasks:
-                self.tasks[rollout].cancel()
+    def on_end(self, ended):
+        rollout = ended.dispatch.rollout_id
+        if ended.result is None and rollout in self.tasks:
+            self.tasks[rollout].cancel()
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLEET_SEEDS", "10"))))
 def test_whatever_happens_to_servers_no_rollout_is_lost_counted_twice_or_stale(seed):
     rng = random.Random(seed)
     limits = SchedulerLimits(
-        groups_per_batch=rng.randint(1, 4), rollouts_per_group=rng.randint(1, 4), max_async_level=rng.randint(0, 2),
+        batch_target=rng.randint(1, 4), rollouts_per_group=rng.randint(1, 4), max_async_level=rng.randint(0, 2),
         max_off_policy_steps=rng.randint(1, 8), max_attempts=1, max_batches=40,
     )  # fmt: skip
 
@@ -196,11 +199,9 @@ def test_whatever_happens_to_servers_no_rollout_is_lost_counted_twice_or_stale(s
     run = simulate(main())
     counters = run.scheduler.counters
     assert counters.groups_given_up == 0, "a lost server is not a rollout's fault"
-    assert (
-        counters.dispatched == counters.succeeded + counters.failed + counters.cancelled + run.scheduler.num_in_flight
-    )
+    assert counters.dispatched == counters.ends.total() + run.scheduler.num_in_flight + run.scheduler.num_held
     ids = [rollout for _, batch in run.shipped for rollout, _, _ in batch]
-    assert len(ids) == len(set(ids)) == 40 * limits.groups_per_batch * limits.rollouts_per_group
+    assert len(ids) == len(set(ids)) == 40 * limits.batch_target * limits.rollouts_per_group
     bound = limits.max_async_level + limits.max_off_policy_steps if limits.max_async_level else 0
     for step, batch in run.shipped:
         for _, dispatched, versions in batch:

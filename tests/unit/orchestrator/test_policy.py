@@ -159,3 +159,16 @@ async def test_a_measurement_takes_the_weights_that_are_served(fleet, inference,
     await Policy(fleet, tmp_path / "weights").start(5.0, adopt=True)
     assert fleet.may_assign(3)
     assert (inference.num_reloads, inference.updates) == (0, [])
+
+
+async def test_weights_that_are_not_allowed_yet_wait_although_newer_ones_are_there(policy, inference, tmp_path):
+    for step in (1, 2, 3):
+        publish_number(tmp_path / "weights", step)
+    policy.newest_allowed = lambda: 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await relay_until(policy, 1)
+    assert policy.version == 0
+    policy.newest_allowed = lambda: 2
+    assert await relay_until(policy, 2) == [2]
+    assert inference.version == 2
