@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer.model import build_model
-from prime_rl.trainer.publication import build_publisher
+from prime_rl.trainer.model.build import build_model
+from prime_rl.trainer.publish.build import build_publisher
 from prime_rl.trainer.ranks import joined
 
 TIMEOUT_S = 240
@@ -46,6 +46,7 @@ def main(spec: dict[str, Any]) -> None:
                     parameter.add_(number * spec["added"])
             started = time.monotonic()
             publisher.publish(step)
+            publisher.finish()
             if ranks.is_leader:
                 print(json.dumps({"started": started, "ended": time.monotonic()}), flush=True)
 

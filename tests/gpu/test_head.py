@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.trainer import head
-from prime_rl.trainer.head import resolved_chunk_tokens, token_logprobs
+from prime_rl.trainer.model import head
+from prime_rl.trainer.model.head import resolved_chunk_tokens, token_logprobs
 
 pytestmark = pytest.mark.gpu
 

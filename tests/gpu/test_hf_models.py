@@ -10,7 +10,7 @@ from prime_rl.config.trainer import ActivationCheckpointConfig, CompileConfig, T
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_hf_tensors
 from prime_rl.models.transformers_model import empty_transformers_model
-from prime_rl.trainer import memory
+from prime_rl.trainer.model import memory
 
 pytestmark = pytest.mark.gpu
 

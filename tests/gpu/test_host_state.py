@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from prime_rl.config.trainer import AdamWConfig, MuonConfig, OptimizerConfig
-from prime_rl.trainer import host_state
-from prime_rl.trainer.optim import Optimizer, build_optimizer
+from prime_rl.trainer.optim import host_state
+from prime_rl.trainer.optim.optimizer import Optimizer, build_optimizer
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,9 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
 from prime_rl.models.hf import hf_tensors, load_decoder, model_tensors
-from prime_rl.trainer.gathering import StoredTensors
-from prime_rl.trainer.publish import Retention, WeightPublisher
+from prime_rl.trainer.publish.background import BackgroundWriter
+from prime_rl.trainer.publish.gathering import StoredTensors
+from prime_rl.trainer.publish.publishers import Retention, WeightPublisher
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.broadcasts import fall_back, ready_file
 from prime_rl.transport.checksum import checksum
@@ -57,7 +58,9 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
     trainer = load_decoder(str(model), device="cuda")
     stored = StoredTensors(lambda: dict(hf_tensors(trainer)), torch.bfloat16, ALONE)
     retention = Retention(root=tmp_path / "weights", max_steps=3, interval=None, keep_last=9)
-    files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=model, tokenizer=model)
+    files = WeightPublisher(
+        tensors=stored.gathering, writer=BackgroundWriter(), retention=retention, assets=model, tokenizer=model
+    )
     for step in (1, 2, 3):
         with torch.no_grad():
             for number, parameter in enumerate(trainer.parameters(), 1):
@@ -65,6 +68,7 @@ async def test_every_parameter_changed_by_its_own_amount_reaches_the_embedded_en
         torch.cuda.synchronize()
         started = time.monotonic()
         files.publish(step)
+        files.finish()
         published = time.monotonic()
         directory = tmp_path / "weights" / f"step_{step}"
         await administration.update(directory, step)

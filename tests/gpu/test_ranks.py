@@ -13,6 +13,7 @@ from tests.parity.test_ranks import (
     EXACT,
     ONLY_RANKS,
     SAME,
+    TOLERANCE,
     assert_equal,
     cases,
     distance,
@@ -22,6 +23,10 @@ from tests.parity.test_ranks import (
 __all__ = ["root"]  # a fixture
 
 pytestmark = pytest.mark.gpu
+
+MUON_TOLERANCE = 2**-8
+"""Newton-Schulz computes in bfloat16 on a GPU: a gradient's last bit, which depends on the order of a sum over ranks,
+may flip a rounding there. In float32, on the CPU, tests/parity/test_ranks.py shows that ranks change nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,8 @@ def trained(root):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_two_gpus_train_what_one_does(name, trained, root):
-    assert_equal(*trained[name], root, "untied" if name == "untied" else "tied")
+    tolerance = MUON_TOLERANCE if name.startswith("muon") else TOLERANCE
+    assert_equal(*trained[name], root, "untied" if name == "untied" else "tied", tolerance=tolerance)
 
 
 def test_compiled_layers_train_on_two_gpus_what_eager_ones_do_on_one(trained, root):

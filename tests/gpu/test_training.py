@@ -11,7 +11,7 @@ from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
 from prime_rl.models.packed_kernels import Kernel, Ragged, Rectangle, choose_kernel, parts_of
-from prime_rl.trainer import memory
+from prime_rl.trainer.model import memory
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_a_long_document_is_given_to_the_kernel_as_it_lies() -> None:
     inputs = qkv(16384)
     attention = PackedAttention([16384], CUDA, Kernel.HYBRID)
     grad = torch.randn(16384, HEADS, DIM, device=CUDA, dtype=torch.bfloat16)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         out = attention(0, *inputs)
         torch.autograd.grad(out, inputs, grad)
     torch.cuda.synchronize()
@@ -127,6 +127,8 @@ def gradients(decoder: Decoder, seq_lens: list[int]) -> tuple[Tensor, dict[str, 
         {"ac": {"keep_attention": False}, "ac_offloading": {"pin_memory": False}},
         {"compile": {"fullgraph": True}},
         {"compile": {"fullgraph": True}, "ac": {}, "ac_offloading": {}},
+        {"compile": {"fullgraph": True}, "ac": {"keep_attention": False}},
+        {"compile": {"fullgraph": True}, "ac": {"keep_attention": False}, "ac_offloading": {}},
         {"compile": {"fullgraph": True}, "ac": {"mode": "selective", "targets": ["mlp"]}},
     ],
 )
@@ -149,6 +151,29 @@ def test_recomputation_compilation_and_offload_change_nothing(keys: dict[str, ob
         assert max(relative(found[name], wanted[name]) for name in wanted) < limit
 
 
+@pytest.mark.timeout(280)
+@pytest.mark.filterwarnings("default")  # torch compiles with warnings of its own
+@pytest.mark.parametrize("ac", [{"freq": 2}, {"keep_attention": False, "freq": 2}])
+def test_layers_with_adapters_are_compiled_for_every_length_within_the_compilers_limit(
+    ac: dict[str, object],
+) -> None:
+    """tests/unit counts for all ways of recomputing; here the compiler's own code may ask for more versions."""
+    torch._dynamo.reset()
+    decoder = small_decoder(torch.bfloat16)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(".q_proj." in name or ".down_proj." in name)
+    keys = {"ac": ac, "compile": {"fullgraph": True}, "optimization_dtype": "bfloat16"}
+    memory.apply(decoder, TrainerModelConfig.model_validate(keys), CUDA)
+    stats = torch._dynamo.utils.counters["stats"]
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for length in (1, 7, 4096, 65):
+            gradients(decoder, [length])
+        before = stats["unique_graphs"]
+        for length in (33, 5000, 1):
+            gradients(decoder, [length])
+    assert stats["unique_graphs"] == before
+
+
 def test_offload_empties_the_gpu_between_forward_and_backward() -> None:
     held = []
     for offloading in (None, {"max_inflight_activations": 2}):
@@ -165,9 +190,10 @@ def test_offload_empties_the_gpu_between_forward_and_backward() -> None:
     assert held[1] < 0.6 * held[0]
 
 
-def test_no_layer_makes_the_host_wait_for_the_gpu() -> None:
+@pytest.mark.parametrize("keep_attention", [True, False])
+def test_no_layer_makes_the_host_wait_for_the_gpu(keep_attention: bool) -> None:
     decoder = small_decoder(torch.bfloat16)
-    config = {"ac": {}, "ac_offloading": {}, "optimization_dtype": "bfloat16"}
+    config = {"ac": {"keep_attention": keep_attention}, "ac_offloading": {}, "optimization_dtype": "bfloat16"}
     memory.apply(decoder, TrainerModelConfig.model_validate(config), CUDA)
     seq_lens = [4500, 700, 8]
     gradients(decoder, seq_lens)  # what is made once: plans, pinned memory

@@ -15,11 +15,18 @@ from prime_rl.config.trainer import ActivationCheckpointConfig, TrainerModelConf
 from prime_rl.errors import ModelError
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder
-from prime_rl.models.hf import copy_assets, load_decoder, load_hf_tensors, read_safetensors, write_safetensors
+from prime_rl.models.hf import (
+    chosen_impl,
+    copy_assets,
+    load_decoder,
+    load_hf_tensors,
+    read_safetensors,
+    write_safetensors,
+)
 from prime_rl.models.language_model import LanguageModel
 from prime_rl.models.local_attention import _PIECE
-from prime_rl.models.transformers_model import TransformersModel, chosen_impl, empty_transformers_model
-from prime_rl.trainer import memory
+from prime_rl.models.transformers_model import TransformersModel, empty_transformers_model
+from prime_rl.trainer.model import memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

@@ -13,9 +13,9 @@ from prime_rl.data.packing import build_batch, deal
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
-from prime_rl.trainer.precision import ComputeModel
+from prime_rl.trainer.model.precision import ComputeModel
+from prime_rl.trainer.model.scoring import Scorer
 from prime_rl.trainer.rl.loss import build_loss
-from prime_rl.trainer.scoring import Scorer
 from prime_rl.trainer.trainer import BatchLoss, accumulate_gradients
 
 SHAPE = {

@@ -13,7 +13,7 @@ from tests.doubles.training import VOCAB_SIZE, Case, Trained, train_all
 
 from prime_rl.errors import ConfigError
 from prime_rl.models.hf import hf_tensors, load_decoder, write_safetensors
-from prime_rl.trainer.parallel import build_mesh
+from prime_rl.trainer.model.sharding import build_mesh
 from prime_rl.trainer.ranks import ALONE, Ranks, joined
 
 SHAPE = {
@@ -31,7 +31,7 @@ CHANGES = {
     "tied": {},
     "untied": {"reshard_after_forward": False},
     "in the host's memory": {"fsdp_cpu_offload": True},
-    "recomputed, with adapters": {"ac": {}, "lora": {"rank": 4, "modules_to_save": ["norm"]}},
+    "recomputed, with adapters": {"ac": {"keep_attention": False}, "lora": {"rank": 4, "modules_to_save": ["norm"]}},
     "optimizer in the host's memory": {"optim_cpu_offload": True},
     "muon": {},
     "muon in the host's memory": {"optim_cpu_offload": True},

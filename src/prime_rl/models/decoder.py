@@ -265,12 +265,20 @@ class DecoderLayer(nn.Module):
         return out
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding, which draws nothing on the meta device: torch imports its compiler for that, a second's work."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class DecoderStack(nn.Module):
     """Embedding, layers and final norm: what Hugging Face calls `model`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

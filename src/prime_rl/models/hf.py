@@ -7,9 +7,10 @@ A model directory holds `config.json`, tokenizer files and `model.safetensors`, 
 import json
 import re
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,18 +20,19 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import ModelError
 from prime_rl.logs import get_logger
-from prime_rl.models.decoder import Decoder, DecoderConfig
+from prime_rl.models.decoder import MODEL_TYPES, Decoder, DecoderConfig
+from prime_rl.models.slices import held_rows, in_slices
 from prime_rl.models.tensor_files import FileDigest, write_file
 
 logger = get_logger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = 2**30
+"""A shard is in memory, whole, until it is written."""
 SHARDS_AT_ONCE = 4
 """Shards that are written or read at the same time: a thread alone moves one or two gigabytes a second."""
 # What a directory of weights needs beside the tensors, for transformers and for the server.
@@ -192,11 +194,35 @@ def load_decoder(
     return decoder
 
 
+def chosen_impl(directory: Path, impl: str, *, trust_remote_code: bool = False) -> str:
+    """`custom` (the built-in decoder) or `hf`: what `model.impl` stands for with the model of `directory`.
+
+    `auto` takes ours where it knows the architecture. Raises: ModelError where it was asked for and does not.
+    """
+    if impl != "auto":
+        return impl
+    config = read_json(directory / "config.json")
+    if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
+        return "hf"
+    if config.get("model_type") not in MODEL_TYPES:
+        return "hf"
+    try:
+        load_config(directory)
+    except ModelError as error:
+        logger.info("The model is computed by transformers (impl hf): %s", error)
+        return "hf"
+    return "custom"
+
+
 def empty_decoder(config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """A decoder whose parameters are allocated and not yet set."""
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    return decoder.to_empty(device=device)
+    if torch.device(device).type != "meta":  # as `to_empty`, which imports an algebra system for tensors on "meta"
+        for module in decoder.modules():
+            for key, tensor in list(module.named_parameters(recurse=False)):
+                setattr(module, key, nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device=device)))
+    return decoder
 
 
 def initial_tensors(config: DecoderConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -223,6 +249,7 @@ class _Shaped(Protocol):
 
 
 AnyTensor = TypeVar("AnyTensor", bound=_Shaped)
+Item = TypeVar("Item")
 
 
 def fitting(
@@ -268,27 +295,11 @@ def load_stored(
     """
     for name, tensor in fitting(parameters, tensors, strict=strict):
         parameter = parameters[name]
-        if isinstance(parameter, DTensor):
+        if in_slices(parameter):
             start, stop = held_rows(parameter)
             parameter.to_local().copy_(tensor.rows(start, stop))
         else:
             parameter.copy_(tensor.rows(0, tensor.num_rows))
-
-
-def held_rows(tensor: DTensor) -> tuple[int, int]:
-    """Which rows of the whole tensor this rank holds, when it is cut along its first dimension and no other."""
-    start, stop = 0, tensor.shape[0]
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank outside of the mesh holds nothing"
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        assert placement.is_shard(0), placement
-        share = -(-(stop - start) // tensor.device_mesh.size(axis))  # as torch.chunk cuts
-        first = min(start + coordinate[axis] * share, stop)
-        start, stop = first, min(first + share, stop)
-    assert stop - start == tensor.to_local().shape[0]
-    return start, stop
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -335,15 +346,17 @@ def write_safetensors(
     directory.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[Path, FileDigest, list[str]]] = []
     total = 0
-    with ThreadPoolExecutor(SHARDS_AT_ONCE, "shards") as pool:
-        writing: deque[tuple[Path, Future[FileDigest], list[str]]] = deque()
+    writing: deque[tuple[Path, Future[FileDigest], list[str]]] = deque()
+    try:
         for number, shard in enumerate(_shards(tensors, max_shard_bytes)):
             if len(writing) == SHARDS_AT_ONCE:
                 parts.append(_written(writing.popleft()))
             part = directory / f"shard-{number}.safetensors"
-            writing.append((part, pool.submit(write_file, part, shard), list(shard)))
+            writing.append((part, _being_written(part, shard), list(shard)))
             total += sum(tensor.nbytes for tensor in shard.values())
         parts += [_written(one) for one in writing]
+    finally:
+        wait([digest for _, digest, _ in writing])  # or files would come into a directory that is being removed
     if len(parts) == 1:
         part, digest, _ = parts[0]
         part.rename(directory / SINGLE_FILE)
@@ -359,23 +372,43 @@ def write_safetensors(
     return files
 
 
+def _being_written(path: Path, shard: dict[str, Tensor]) -> Future[FileDigest]:
+    """In a daemon thread: where a disk hangs, the process can end all the same."""
+    digest: Future[FileDigest] = Future()
+
+    def write() -> None:
+        try:
+            digest.set_result(write_file(path, shard))
+        except BaseException as error:  # noqa: BLE001 (raised by whoever waits)
+            digest.set_exception(error)
+
+    threading.Thread(target=write, name="shard", daemon=True).start()
+    return digest
+
+
 def _written(writing: tuple[Path, Future[FileDigest], list[str]]) -> tuple[Path, FileDigest, list[str]]:
     part, digest, names = writing
     return part, digest.result(), names
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, in groups of at most `max_bytes` (a single larger tensor is a group of its own)."""
-    shard: dict[str, Tensor] = {}
+    on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    return map(dict, in_groups(on_host, lambda pair: pair[1].nbytes, max_bytes))
+
+
+def in_groups(items: Iterable[Item], num_bytes: Callable[[Item], int], max_bytes: int) -> Iterator[list[Item]]:
+    """Items in order, in groups of at most `max_bytes` (a single larger one is a group of its own)."""
+    group: list[Item] = []
     size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-    if shard:
-        yield shard
+    for item in items:
+        added = num_bytes(item)
+        if group and size + added > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += added
+    if group:
+        yield group
 
 
 def change_config(config_file: Path, *, dtype: str | None = None, num_layers: int | None = None) -> None:

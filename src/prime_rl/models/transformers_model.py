@@ -25,8 +25,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from prime_rl.errors import ModelError
 from prime_rl.logs import get_logger
 from prime_rl.models.attention import Attention, group_by_length
-from prime_rl.models.decoder import MODEL_TYPES
-from prime_rl.models.hf import load_config, read_json
+from prime_rl.models.hf import read_json
 from prime_rl.models.language_model import LanguageModel
 from prime_rl.models.local_attention import ScoreRule, attend_locally
 
@@ -35,26 +34,6 @@ _logger = get_logger(__name__)
 _INTERFACE: Final = "prime_rl_packed"
 _PACKED_LAYERS: Final = {"full_attention", "sliding_attention"}
 _ARGUMENT: Final = "packed_attention"
-
-
-def chosen_impl(directory: Path, impl: str, *, trust_remote_code: bool = False) -> str:
-    """`custom` (the built-in decoder) or `hf`: what `model.impl` stands for with the model of `directory`.
-
-    `auto` takes ours where it knows the architecture. Raises: ModelError where it was asked for and does not.
-    """
-    if impl != "auto":
-        return impl
-    config = read_json(directory / "config.json")
-    if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
-        return "hf"
-    if config.get("model_type") not in MODEL_TYPES:
-        return "hf"
-    try:
-        load_config(directory)
-    except ModelError as error:
-        _logger.info("The model is computed by transformers (impl hf): %s", error)
-        return "hf"
-    return "custom"
 
 
 @dataclass(slots=True)

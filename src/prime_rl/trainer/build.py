@@ -14,11 +14,11 @@ from prime_rl.logs import get_logger
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FanOut, JsonlMonitor
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.model import build_model
-from prime_rl.trainer.optim import build_optimizer, build_schedule
+from prime_rl.trainer.model.build import build_model
+from prime_rl.trainer.optim.optimizer import build_optimizer, build_schedule
 from prime_rl.trainer.perf import ModelCost, PerfMeter, cost_of
 from prime_rl.trainer.profile import StepProfile
-from prime_rl.trainer.publication import build_publisher
+from prime_rl.trainer.publish.build import build_publisher
 from prime_rl.trainer.ranks import Ranks, joined
 from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
 from prime_rl.trainer.trainer import LoopOptions, Trainer

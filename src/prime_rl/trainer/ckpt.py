@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from prime_rl.errors import ArtifactError
-from prime_rl.trainer.model import TrainedModel
+from prime_rl.trainer.model.build import TrainedModel
 
 
 class Stateful(Protocol):

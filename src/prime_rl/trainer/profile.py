@@ -67,7 +67,7 @@ class StepProfile:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as trace:
+        with profile(activities=activities, acc_events=True) as trace:  # what torch 2.11 warns of without
             yield trace
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # what the step has begun belongs to it

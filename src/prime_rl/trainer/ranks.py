@@ -1,7 +1,7 @@
 """The processes that train one model together, as `torchrun` starts them; a process started alone is a rank of one.
 
 collective     over              for
-gradients      NCCL or gloo      parameters and gradients, by the mesh of `trainer.parallel`
+gradients      NCCL or gloo      parameters and gradients, by the mesh of `model.sharding`
 tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
 gathered       gloo              metrics
 """

@@ -5,13 +5,17 @@ No torch in here: a dry run needs none.
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
+from prime_rl import lifeline
 from prime_rl.config.bench import measured
 from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, tell_torchrun, this_rank
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
@@ -42,7 +46,8 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
         elif isinstance(config, SFTConfig) and is_first_rank():  # the trainer shares its directory with an orchestrator
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
-        with _one_rank_tells(name, is_debug=config.log.level == "debug"), _full_memory_in_words():
+        is_debug = config.log.level == "debug"
+        with _ended_in_order(), _one_rank_tells(name, is_debug=is_debug), _full_memory_in_words():
             run(config)
             if config.bench is not None and is_first_rank():
                 print(f"\n{bench.report(name, config)}", flush=True)
@@ -53,6 +58,66 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
         return {name: config}
 
     run_command(name, root, work, argv=argv, files=files)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM unwinds this process as Ctrl-C does: weights that were copied whole are written, others leave nothing.
+
+    A Ctrl-C after that ends it at once, wherever it is; SIGTERM may come from several who mean the same. Ranks behind
+    the first write nothing, and end at the first signal.
+
+    No exception comes where Python runs nothing (in NCCL), and one that comes in a callback, as modules that are
+    imported and objects that are freed have them, is lost. So a thread ends the process where it does not do so itself.
+    """
+    is_ours = is_first_rank() and threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def end(came: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise _Terminated if came == signal.SIGTERM else KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    noted = signal.set_wakeup_fd(writing)
+    threading.Thread(target=_see_it_end, args=(reading,), name="signals", daemon=True).start()
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)  # and ends as whoever sent it expects
+        raise
+    finally:
+        signal.set_wakeup_fd(noted)
+        os.close(writing)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before)
+
+
+def _see_it_end(signals: int) -> None:
+    """`signals`: a pipe, with the number of each signal as a byte; closed where nothing is to be ended any more."""
+    came: int | None = None
+    while number := os.read(signals, 1):
+        if number[0] not in (signal.SIGTERM, signal.SIGINT):
+            continue
+        if came is None:
+            came = number[0]
+            ending = threading.Thread(target=lifeline.end_after_grace, args=(128 + came,), name="ending", daemon=True)
+            ending.start()
+        elif number[0] == signal.SIGINT:
+            os._exit(128 + signal.SIGINT)
+    os.close(signals)
 
 
 @contextmanager

@@ -8,6 +8,7 @@
     batch n (rank 0)    rollouts/step_n complete (SFT: its data)    the orchestrator's BatchWriter
     batch n (others)    the word of rank 0 that it is there         rank 0; all read it and deal it out alike
     weights n           nothing, its ranks hold them                its own step n - 1
+    weights n - 1       their files, before it writes weights n     `publish.background`
 
 RL and SFT differ in the batch source, the loss and the publisher that they pass in.
 """
@@ -32,11 +33,11 @@ from prime_rl.trainer import diagnosis
 from prime_rl.trainer.agreement import check_same_batch
 from prime_rl.trainer.garbage import controlled_garbage
 from prime_rl.trainer.metrics import MetricSums
-from prime_rl.trainer.model import TrainedModel
-from prime_rl.trainer.optim import Optimizer
+from prime_rl.trainer.model.build import TrainedModel
+from prime_rl.trainer.optim.optimizer import Optimizer
 from prime_rl.trainer.perf import PerfMeter
 from prime_rl.trainer.profile import NO_PROFILE, StepProfile
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publish.publishers import Publisher
 from prime_rl.trainer.ranks import ALONE, Ranks
 from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction
 
@@ -109,6 +110,7 @@ class Trainer:
                 with self._options.profile.step(step):
                     self._step(step)
                 after_step(step)
+        self._publisher.finish()
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()

@@ -24,12 +24,16 @@ import msgspec
 import xxhash
 
 from prime_rl.errors import ArtifactError
+from prime_rl.logs import get_logger
+from prime_rl.paths import drafts
 
 MARKER: Final = "STABLE"
 _FORMAT: Final = 1
 STEP_NAME: Final = re.compile(r"step_(\d+)")
 _CHUNK_BYTES: Final = 1 << 20
 _FILES_AT_ONCE: Final = 4
+
+_logger = get_logger(__name__)
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +92,7 @@ def publish_dir(final: Path) -> Iterator[Path]:
     """Yield a hidden directory that becomes `final` (`<root>/step_N`) when the block ends without error.
 
     One writer per `final` at a time. On error nothing is left behind; a killed writer leaves only the hidden
-    directory, which the next writer of the same step removes.
+    directory, which `remove_drafts` removes, and so does the next writer of the same step.
 
     Raises: ArtifactError when `final` exists already or the disk refuses.
     """
@@ -125,10 +129,23 @@ def draft_dir(final: Path, *, durable: bool = True) -> Iterator[Draft]:
 
 
 def remove_dir(final: Path) -> None:
-    """Remove a published directory; under its final name it is whole until it is gone."""
-    hidden = final.parent / f".{final.name}.tmp-{os.getpid()}"
-    os.rename(final, hidden)
-    shutil.rmtree(hidden)
+    """Remove a published directory; under its final name it is whole until it is gone.
+
+    Where the disk refuses, a warning says so: it is nobody's any more, but nothing is wrong with what is newer.
+    """
+    hidden = final.parent / f".{final.name}.gone-{os.getpid()}"
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)  # what an attempt before this has left
+        os.rename(final, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        _logger.warning("%s cannot be removed: %s", final, error)
+
+
+def remove_drafts(root: Path) -> None:
+    """Remove what processes that were killed have left under `root`, where nobody writes or removes now."""
+    for leftover in [*drafts(root), *root.glob(".step_*.gone-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

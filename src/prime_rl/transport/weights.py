@@ -1,6 +1,6 @@
 """Model weights from the trainer to the inference server through the filesystem. Both ends.
 
-`<weights_dir>/step_N/` is a Hugging Face model directory (safetensors in shards of at most 5 GB, config, tokenizer), or
+`<weights_dir>/step_N/` is a Hugging Face model directory (safetensors in shards of 1 GiB at most, config, tokenizer) or
 that of a PEFT adapter, beside the marker of `transport.manifest`, which names every tensor with its checksum. The
 channel sees (name, tensor) pairs, never a model. A reader that holds the same checksums afterwards has proven that
 every tensor arrived.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor
 
@@ -41,6 +41,9 @@ from prime_rl.transport.manifest import (
     verify,
 )
 
+SHARD_BYTES: Final = 2**28
+"""Of what is soon removed again: several shards are written, and read, at the same time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWeights:
@@ -58,22 +61,26 @@ def publish_weights(
     assets: Path,
     tokenizer: Path | None = None,
     num_layers: int | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
+    tally: Tally | None = None,
 ) -> Path:
     """Publish the weights after `step` optimizer steps and return their directory.
 
     `assets` is a model directory whose config is copied, and its tokenizer unless `tokenizer` is the directory of
     another; the config's dtype becomes that of the tensors, so that a reader who asks for the stored dtype gets the
-    stored values. `num_layers`: of a model that was cut, which its config then says. `durable`: see `draft_dir`.
+    stored values. `num_layers`: of a model that was cut, which its config then says. `durable`: see `draft_dir`;
+    what is not is soon removed again. `tally`: has noted each tensor when it comes; None: that is done here.
 
     Raises: ArtifactError when that step exists already or the disk refuses.
     """
     final = step_dir(weights_dir, step)
     with draft_dir(final, durable=durable) as draft:
         copy_assets(assets, draft.directory, tokenizer=tokenizer)
-        tally = Tally()
-        files = write_safetensors(_noting(tensors, tally), draft.directory, max_shard_bytes=max_shard_bytes)
+        if tally is None:
+            tally = Tally()
+            tensors = _noting(tensors, tally)
+        max_shard_bytes = MAX_SHARD_BYTES if durable else SHARD_BYTES
+        files = write_safetensors(tensors, draft.directory, max_shard_bytes=max_shard_bytes)
         _note_files(draft, files)
         draft.weights = published("model", tally.entries())
         dtypes = {tensor.dtype for tensor in draft.weights.tensors.values()}

@@ -93,7 +93,7 @@ def test_a_row_cut_into_parts_gives_the_values_and_gradients_of_each_sequence_al
 
 def test_attention_of_a_rectangle_makes_no_matrix_and_copies_no_heads():
     q, k, v = (x.view(1, 64, -1, 16).transpose(1, 2) for x in heads(64))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         out = causal_attention(q, k, v)
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names

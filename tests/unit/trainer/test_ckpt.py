@@ -6,9 +6,9 @@ from prime_rl.errors import ArtifactError
 from prime_rl.models.decoder import DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
 from prime_rl.trainer.ckpt import load_state, save_state
-from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.precision import ComputeModel
-from prime_rl.trainer.scoring import Scorer
+from prime_rl.trainer.model.precision import ComputeModel
+from prime_rl.trainer.model.scoring import Scorer
+from prime_rl.trainer.optim.optimizer import build_optimizer
 
 
 def training(config: DecoderConfig, *, seed: int):

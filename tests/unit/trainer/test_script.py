@@ -1,14 +1,18 @@
 """The train files as scripts, as `torchrun` starts them."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import prime_rl
+from prime_rl import lifeline
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.monitors.base import read_metrics
@@ -63,15 +67,40 @@ def test_of_several_ranks_the_first_speaks_and_writes(start, tmp_path):
     assert "--max-async-level" in said(done)[0]
 
 
-def test_what_all_ranks_find_wrong_is_told_once_and_without_a_traceback(start, tmp_path):
-    """Under torchrun as `rl` starts it, which ends all ranks when one has ended."""
-    flags = ("--model.name", "/none", "--max-steps", "1", "--data.type", "fake")
-    done = start(SFT, *flags, front=("-m", "prime_rl.trainer.agent", "--nproc-per-node", "2"))
+FAILS = """
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.errors import ModelError
+from prime_rl.trainer.script import main
+
+def run(config):
+    raise ModelError(f"no model {config.model.name}")
+
+main("trainer", TrainerConfig, run)
+"""
+
+MEETING = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost")
+TWO_RANKS = ("-m", "prime_rl.trainer.agent", "--nproc-per-node", "2", *MEETING)
+"""Under torchrun as `rl` starts it, which ends all ranks when one has ended."""
+
+
+def assert_told_once(done: subprocess.CompletedProcess[str], told: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("sft: model '/none' is neither a local directory")
+    assert done.stderr.startswith(told)
     left = {path.name for path in (tmp_path / "outputs").iterdir()}
     assert left - {"logs"} == {"configs"}, "the second rank may have come to log it, or not"
+
+
+def test_what_all_ranks_find_wrong_is_told_once_and_without_a_traceback(start, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = start(tmp_path / "fails.py", "--model.name", "/none", "--max-steps", "1", front=TWO_RANKS)
+    assert_told_once(done, "trainer: no model /none", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_that_no_rank_finds_is_told_once_and_without_a_traceback(start, tmp_path):
+    flags = ("--model.name", "/none", "--max-steps", "1", "--data.type", "fake")
+    assert_told_once(start(SFT, *flags, front=TWO_RANKS), "sft: model '/none' is neither a local directory", tmp_path)
 
 
 RANKS = """
@@ -104,11 +133,10 @@ def endings(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "ranks.py").write_text(RANKS)
     agent = [sys.executable, "-m", "prime_rl.trainer.agent", "--nproc-per-node", "2"]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     processes = {}
     for ending in ("bug", "killed", "silent"):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ENDING": ending}
-        command = [*agent, *meeting, str(directory / "ranks.py"), "--output-dir", ending]
+        command = [*agent, *MEETING, str(directory / "ranks.py"), "--output-dir", ending]
         processes[ending] = subprocess.Popen(
             command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -163,17 +191,235 @@ def test_full_memory_of_a_gpu_is_answered_with_what_takes_less(tmp_path, monkeyp
         main("trainer", TrainerConfig, run, ["--max-steps", "1"])
 
 
-def test_a_used_directory_is_refused_or_cleaned(start, tmp_path):
-    old = tmp_path / "outputs" / "weights" / "step_1"
-    for flags, is_left in (((), True), (("--dry-run",), True), (("--clean", "--dry-run"), True), (("--clean",), False)):
-        old.mkdir(parents=True, exist_ok=True)
-        done = start(SFT, *flags, "--model.name", "/none", "--max-steps", "1")
-        assert old.exists() == is_left, flags
-        assert ("delete that run with --clean" in done.stderr) == ("--clean" not in flags)
+@pytest.mark.parametrize(
+    ("flags", "is_refused", "is_left"),
+    [
+        ((), True, True),
+        (("--dry-run",), True, True),
+        (("--clean", "--dry-run"), False, True),
+        (("--clean",), False, False),
+    ],
+)
+def test_a_used_directory_is_refused_or_cleaned(tmp_path, monkeypatch, flags, is_refused, is_left):
+    old, started = tmp_path / "outputs" / "weights" / "step_1", []
+    old.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prime_rl.trainer.script.begin", lambda name, config: started.append(name))
+    ended = pytest.raises(SystemExit, match="delete that run with --clean") if is_refused else nullcontext()
+    with ended:
+        main("sft", SFTConfig, lambda config: started.append(config.max_steps), [*flags, "--max-steps", "1"])
+    assert old.exists() == is_left
+    assert started == (["sft", 1] if flags == ("--clean",) else [])
 
 
 def test_a_process_without_a_log_file_writes_none(start, tmp_path):
-    done = start(RL, "--data.fake", "--max-steps", "1", "--model.name", str(tmp_path / "none"), "--no-log.file")
-    assert done.returncode == 1
-    assert said(done)[-1].startswith(f"trainer: model '{tmp_path / 'none'}' is neither a local directory")
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = start(tmp_path / "fails.py", "--max-steps", "1", "--model.name", "/none", "--no-log.file")
+    assert (done.returncode, said(done)[-1]) == (1, "trainer: no model /none")
+    assert (tmp_path / "outputs" / "configs").exists()
     assert not (tmp_path / "outputs" / "logs").exists()
+
+
+WRITES = """
+import ctypes, os, signal, sys, time
+from contextlib import closing
+from pathlib import Path
+import torch
+from prime_rl import lifeline
+from prime_rl.config.trainer import SFTConfig
+from prime_rl.trainer.publish.background import BackgroundWriter
+from prime_rl.trainer.script import main
+from prime_rl.transport.manifest import draft_dir
+
+signal.alarm(300)  # nothing of a test that fails stays
+lifeline.GRACE_S = 1.0
+final = Path("outputs/weights/step_1")
+
+def tensors():
+    yield "a", torch.ones(3)
+    yield "b", torch.ones(3)
+    if how == "half":
+        time.sleep(60)
+
+def write(snapshot):
+    with draft_dir(final) as draft:
+        for name, tensor in snapshot:
+            (draft.directory / name).write_text(name)
+            if how == "half":
+                Path("writing").touch()
+        Path("writing").touch()
+        while not Path("go").exists():
+            time.sleep(0.01)
+
+class Slow:
+    def __del__(self):
+        Path("writing").touch()
+        time.sleep(60)
+
+def run(config):
+    if os.environ.get("RANK") == "1":
+        while not Path("writing").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "lost":
+        slow = Slow()
+        del slow
+        time.sleep(120)
+    with closing(BackgroundWriter()) as writer:
+        writer.start("weights/step_1", tensors(), write)
+        if how == "stuck":
+            library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            while True:  # at the second time for ever, in C
+                library.pthread_mutex_lock(mutex)
+        time.sleep(120)
+
+how = sys.argv[1]
+main("sft", SFTConfig, run, ["--max-steps", "2"])
+"""
+
+
+@pytest.fixture
+def writing(tmp_path):
+    """A process that is writing weights; `half`: that is still copying them; `stuck`: and whose loop is in C; `lost`:
+    that writes nothing, and is where exceptions are lost."""
+    started = []
+
+    def start(how: str, front: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "writes.py").write_text(WRITES)
+        command = [sys.executable, *front, "writes.py", how]
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        started.append(process)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "writing").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_process_that_is_told_to_end_writes_the_weights_that_it_has_copied(writing, tmp_path, number, code):
+    process = writing("whole")
+    process.send_signal(number)
+    await_line(process, "Waiting for weights/step_1 ")
+    (tmp_path / "go").touch()
+    assert process.wait(60) == code
+    assert os.listdir(tmp_path / "outputs" / "weights") == ["step_1"]
+
+
+def test_of_weights_that_are_half_copied_nothing_stays(writing, tmp_path):
+    process = writing("half")
+    (tmp_path / "go").touch()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    assert os.listdir(tmp_path / "outputs" / "weights") == []
+
+
+def test_a_second_signal_ends_it_at_once(writing, tmp_path):
+    process = writing("whole")
+    process.send_signal(signal.SIGINT)
+    await_line(process, "Waiting for weights/step_1 ")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == -signal.SIGINT
+    assert not (tmp_path / "outputs" / "weights" / "step_1").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_process_ends_though_the_exception_was_lost(writing, number, code):
+    process = writing("lost")
+    process.send_signal(number)
+    assert process.wait(60) == code
+
+
+def test_sigterm_that_comes_twice_hurries_nobody(writing, tmp_path):
+    process = writing("whole")
+    process.terminate()
+    await_line(process, "Waiting for weights/step_1 ")
+    process.terminate()
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    assert process.wait(60) == -signal.SIGTERM
+    assert os.listdir(tmp_path / "outputs" / "weights") == ["step_1"]
+
+
+def test_weights_are_written_although_the_launcher_was_killed(writing, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        token = f"{launcher.pid}:{lifeline._started(launcher.pid)}"
+        process = writing("whole", **{lifeline.VARIABLE: token})
+        launcher.kill()
+    await_line(process, "Waiting for weights/step_1 ")
+    time.sleep(3)  # more than a process without weights is given
+    (tmp_path / "go").touch()
+    process.wait(60)
+    assert os.listdir(tmp_path / "outputs" / "weights") == ["step_1"]
+
+
+AGENT = """
+import sys
+from torch.distributed.elastic.multiprocessing.api import PContext
+from prime_rl.trainer import agent
+
+PContext.close.__defaults__ = (None, 1)
+sys.exit(agent.main(sys.argv[1:]))
+"""
+"""Of torchrun's 30 s, one."""
+
+
+def test_a_rank_that_failed_is_told_at_once_and_the_first_one_writes_its_weights_though_its_loop_is_stuck(
+    writing, tmp_path
+):
+    (tmp_path / "agent.py").write_text(AGENT)
+    process = writing("stuck", ("agent.py", "--nproc-per-node", "2", *MEETING))
+    await_line(process, "trainer: rank 1 was killed by SIGKILL")
+    assert os.listdir(tmp_path / "outputs" / "weights") != ["step_1"]
+    time.sleep(3)
+    (tmp_path / "go").touch()
+    assert process.wait(60) == 1
+    assert os.listdir(tmp_path / "outputs" / "weights") == ["step_1"]
+
+
+def await_line(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stderr is not None
+    assert any(words in line for line in process.stderr)
+
+
+HANGS = """
+import time
+from contextlib import closing
+from pathlib import Path
+import torch
+from prime_rl.config.trainer import SFTConfig
+from prime_rl.models import hf
+from prime_rl.trainer.publish import background
+from prime_rl.trainer.script import main
+
+background.TICK_S = background.HANGING_S = 0.5
+hf.write_file = lambda path, tensors: time.sleep(600)
+
+def run(config):
+    with closing(background.BackgroundWriter()) as writer:
+        tensors = [("a", torch.ones(3))]
+        writer.start("weights/step_1", tensors, lambda snapshot: hf.write_safetensors(snapshot, Path("outputs/draft")))
+        writer.finish()
+
+main("sft", SFTConfig, run, ["--max-steps", "2"])
+"""
+
+
+def test_a_disk_that_hangs_ends_the_process_in_words(start, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = start(tmp_path / "hangs.py")
+    assert done.returncode == 1
+    assert "its disk hangs" in said(done)[-1]

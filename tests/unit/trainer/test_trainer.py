@@ -13,12 +13,12 @@ from prime_rl.data.balance import CostModel
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.model.precision import ComputeModel
+from prime_rl.trainer.model.scoring import Scorer
+from prime_rl.trainer.optim.optimizer import build_optimizer
 from prime_rl.trainer.perf import PerfMeter, cost_of
-from prime_rl.trainer.precision import ComputeModel
 from prime_rl.trainer.ranks import ALONE, Ranks
 from prime_rl.trainer.rl.loss import build_loss
-from prime_rl.trainer.scoring import Scorer
 from prime_rl.trainer.streams import LossOutput
 from prime_rl.trainer.trainer import LoopOptions, Trainer, accumulate_gradients, format_step
 
@@ -42,6 +42,7 @@ class Publisher:
     def __init__(self, model) -> None:
         self.model = model
         self.published: list[tuple[int, float]] = []
+        self.is_finished = False
 
     def idle(self) -> bool:
         raise AssertionError("no batch was waited for")
@@ -51,6 +52,9 @@ class Publisher:
 
     def publish(self, step: int) -> None:
         self.published.append((step, self.model.model.embed_tokens.weight.sum().item()))
+
+    def finish(self) -> None:
+        self.is_finished = True
 
 
 def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
@@ -84,6 +88,7 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     built, publisher, monitor = trainer(decoder, make_batch(0), make_batch(1, seed=1))
     built.run()
     assert [step for step, _ in publisher.published] == [1, 2]
+    assert publisher.is_finished
     assert len({before, *(value for _, value in publisher.published)}) == 3
     assert [step for step, _ in monitor.rows] == [0, 1]
     row = monitor.rows[1][1]

@@ -1,8 +1,17 @@
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prime_rl.transport
 from prime_rl.transport import checksum as module
 from prime_rl.transport.checksum import OFFSET, Tally, checksum, combined, entries
 
@@ -63,7 +72,7 @@ def test_cpu_and_gpu_compute_the_same_however_tensors_are_cut(monkeypatch, chunk
     expected = sum((word + OFFSET) * (2 * i + 1) for i, word in enumerate(words.tolist())) % 2**64
     for name in ("_CPU_CHUNK", "_GPU_CHUNK"):
         monkeypatch.setattr(module, name, chunk)
-    assert int(module._on_cpu(words)) % 2**64 == int(module._on_gpu(words)) % 2**64 == expected
+    assert module._on_cpu(words) % 2**64 == int(module._on_gpu(words)) % 2**64 == expected
 
 
 def test_a_view_counts_as_the_tensor_that_it_shows():
@@ -111,3 +120,72 @@ def test_parts_add_up_to_the_checksum_of_the_whole(dtype):
         for number, part in enumerate(parts)
     ]
     assert f"{sum(found) % 2**64:016x}" == checksum(whole)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton, which comes with PyTorch's CUDA builds")
+def test_the_kernel_computes_the_same_word_by_word():
+    """In a process of its own, where Triton interprets kernels on the CPU; tests/gpu has them compiled."""
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("interpreted_checksum.py"))]
+    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=120)
+
+
+def test_a_process_that_computes_them_on_a_cpu_loads_no_triton():
+    code = (
+        "import sys, torch; from prime_rl.transport.checksum import checksum; checksum(torch.ones(5));"
+        "sys.exit('triton' in sys.modules or 'prime_rl.transport.gpu_checksum' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def adding(difference: int, error: str = ""):
+    """A kernel that is wrong by so much, or cannot be compiled."""
+
+    def add_checksum(words, totals, at, *, first, offset):
+        if error:
+            raise RuntimeError(error)
+        totals[at] += module._on_cpu(words, first) + difference
+
+    return add_checksum
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (adding(0), None),
+        (adding(1), "its result is"),
+        (adding(0, "Failed to find C compiler.\nPlease specify"), "Triton fails (Failed to find C compiler.)"),
+    ],
+    ids=["right", "wrong", "no compiler"],
+)
+def test_kernels_are_used_only_once_a_launch_has_shown_that_they_are_right(monkeypatch, caplog, kernel, said):
+    loaded = ModuleType("prime_rl.transport.gpu_checksum")
+    loaded.add_checksum = kernel
+    monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+    monkeypatch.setattr(prime_rl.transport, "gpu_checksum", loaded, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    module._kernels.cache_clear()
+    found = [module._kernels(torch.device("cpu")) for _ in range(2)]
+    module._kernels.cache_clear()
+    assert found == ([loaded] * 2 if said is None else [None] * 2)
+    assert [said in message for message in caplog.messages] == ([] if said is None else [True])
+
+
+def test_tensors_of_several_devices_are_summed_where_they_are(monkeypatch):
+    """`meta` stands for the second device; tests/gpu has real ones."""
+    asked = []
+
+    def sums(tensors):
+        asked.append([tensor.device.type for tensor in tensors])
+        return torch.tensor([tensor.numel() for tensor in tensors])
+
+    monkeypatch.setattr(module, "checksums_on_device", sums)
+    tensors = {str(size): torch.empty(size, device="cpu" if size % 2 else "meta") for size in range(1, 6)}
+    assert {name: entry.checksum for name, entry in entries(tensors).items()} == {
+        str(n): f"{n:016x}" for n in range(1, 6)
+    }
+    assert asked == [["cpu"] * 3, ["meta"] * 2]
+
+
+def test_checksums_that_are_asked_for_at_once_are_of_one_device():
+    with pytest.raises(AssertionError, match="on several devices"):
+        module.checksums_on_device([torch.ones(1), torch.ones(1, device="meta")])

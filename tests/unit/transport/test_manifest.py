@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from prime_rl.errors import ArtifactError
+from prime_rl.paths import drafts
 from prime_rl.transport import manifest
 from prime_rl.transport.manifest import (
     complete_steps,
     latest_step,
     publish_dir,
     read_verified,
+    remove_dir,
+    remove_drafts,
     verify,
 )
 
@@ -200,3 +203,44 @@ def test_only_complete_steps_are_listed_in_numeric_order(tmp_path):
     assert latest_step(tmp_path) == 10
     assert complete_steps(tmp_path / "absent") == []
     assert latest_step(tmp_path / "absent") is None
+
+
+def test_what_killed_writers_have_left_is_removed_and_nothing_else(tmp_path):
+    publish(tmp_path / "step_1", a="alpha")
+    (tmp_path / "mine").mkdir()
+    for leftover in (".step_1.tmp-7", ".step_20.tmp-1234", ".step_3.gone-7"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "half").write_text("ha")
+    remove_drafts(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "step_1"]
+    remove_drafts(tmp_path / "absent")
+
+
+def test_a_directory_is_removed_although_an_earlier_attempt_was_not_finished(tmp_path):
+    publish(tmp_path / "step_1", a="alpha")
+    half = tmp_path / f".step_1.gone-{os.getpid()}"
+    half.mkdir()
+    (half / "b").write_text("beta")
+    remove_dir(tmp_path / "step_1")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_the_disk_does_not_remove_is_no_error(tmp_path, monkeypatch, caplog):
+    publish(tmp_path / "step_1", a="alpha")
+
+    def refusing(*_args):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(manifest.os, "rename", refusing)
+    remove_dir(tmp_path / "step_1")
+    assert complete_steps(tmp_path) == [1]
+    (message,) = caplog.messages
+    assert "step_1 cannot be removed: [Errno 16] Device or resource busy" in message
+
+
+def test_a_directory_that_is_half_removed_is_not_taken_for_one_that_is_written(tmp_path, monkeypatch):
+    publish(tmp_path / "step_1", a="alpha")
+    monkeypatch.setattr(manifest.shutil, "rmtree", lambda *args, **options: None)
+    remove_dir(tmp_path / "step_1")
+    assert len(os.listdir(tmp_path)) == 1
+    assert drafts(tmp_path) == []

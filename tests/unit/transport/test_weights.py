@@ -11,6 +11,7 @@ from prime_rl.models.attention import PackedAttention
 from prime_rl.models.decoder import Decoder, DecoderConfig
 from prime_rl.models.hf import empty_decoder, hf_tensors, initial_tensors, load_hf_tensors
 from prime_rl.models.lora import AdapterConfig
+from prime_rl.transport import weights
 from prime_rl.transport.checksum import combined, entries
 from prime_rl.transport.manifest import PublishedWeights, complete_steps, read_manifest, verify
 from prime_rl.transport.weights import load_weights, publish_adapter, publish_weights
@@ -49,11 +50,10 @@ def decoder(*, tie: bool = True, seed: int = 0) -> Decoder:
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 2000])
-def test_weights_read_back_equal_the_weights_published(tmp_path, assets, tie, max_shard_bytes):
+def test_weights_read_back_equal_the_weights_published(tmp_path, assets, tie, max_shard_bytes, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", max_shard_bytes)
     sent, received = decoder(tie=tie), decoder(tie=tie, seed=1)
-    directory = publish_weights(
-        hf_tensors(sent), step=4, weights_dir=tmp_path / "weights", assets=assets, max_shard_bytes=max_shard_bytes
-    )
+    directory = publish_weights(hf_tensors(sent), step=4, weights_dir=tmp_path / "weights", assets=assets)
     assert directory == tmp_path / "weights" / "step_4"
     has_shards = (directory / "model.safetensors.index.json").exists()
     assert has_shards == (max_shard_bytes == 2000)
@@ -132,11 +132,10 @@ def test_the_marker_names_every_tensor_with_its_checksum(tmp_path, assets):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 2000])
-def test_loading_gives_the_tensors_and_what_the_marker_says_of_them(tmp_path, assets, max_shard_bytes):
+def test_loading_gives_the_tensors_and_what_the_marker_says_of_them(tmp_path, assets, max_shard_bytes, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", max_shard_bytes)
     model = decoder()
-    directory = publish_weights(
-        hf_tensors(model), step=1, weights_dir=tmp_path, assets=assets, max_shard_bytes=max_shard_bytes
-    )
+    directory = publish_weights(hf_tensors(model), step=1, weights_dir=tmp_path, assets=assets)
     loaded = load_weights(directory)
     assert loaded.published == read_manifest(directory).weights
     assert entries(loaded.tensors).items() == loaded.published.tensors.items()
@@ -171,10 +170,9 @@ def test_a_model_directory_of_others_needs_no_marker_but_a_step_does(tmp_path, a
 
 
 @pytest.mark.parametrize("pattern", ["model-00002-of-*", "config.json"])
-def test_any_damaged_file_is_refused(tmp_path, assets, pattern):
-    directory = publish_weights(
-        hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets, max_shard_bytes=4000
-    )
+def test_any_damaged_file_is_refused(tmp_path, assets, pattern, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
+    directory = publish_weights(hf_tensors(decoder()), step=1, weights_dir=tmp_path, assets=assets)
     (path,) = directory.glob(pattern)
     content = bytearray(path.read_bytes())
     content[-2] ^= 1

@@ -1,10 +1,5 @@
 """A policy-gradient loss of the user's: found by its import path, called with what docs/losses.md promises."""
 
-import importlib
-import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -12,7 +7,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.algorithms import CustomLossConfig
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.config.functions import load_function, reason
+from prime_rl.errors import PrimeRLError
 from prime_rl.trainer.streams import LossFunction, LossOutput, TokenStreams
 
 TAKEN_METRICS: Final = frozenset({"entropy", "loss", "mismatch_kl", "nll", "ref_kl", "ref_kl_is_masked"})
@@ -28,12 +24,7 @@ def load_custom_loss(config: CustomLossConfig) -> LossFunction:
     Raises: ConfigError for a path that leads to no function, or a function that does not take the configured kwargs.
     The loss raises PrimeRLError where the function fails or returns something else than it should.
     """
-    function = _imported(config.import_path)
-    try:
-        inspect.signature(function).bind(None, **config.kwargs)
-    except (TypeError, ValueError) as error:
-        given = ", ".join(["streams", *config.kwargs])
-        raise ConfigError(f"loss.kwargs: {config.import_path} cannot be called with ({given}): {error}") from error
+    function = load_function(config.import_path, key="loss", takes="streams", kwargs=config.kwargs)
 
     def loss(streams: TokenStreams) -> LossOutput:
         in_stream_N = streams.rl_weights_N != 0
@@ -51,33 +42,6 @@ def load_custom_loss(config: CustomLossConfig) -> LossFunction:
         )
 
     return loss
-
-
-def _imported(import_path: str) -> Callable[..., Any]:
-    """Raises: ConfigError naming the path and what is not there."""
-    where = f"loss.import_path = {import_path!r}"
-    module_name, _, name = import_path.replace(":", ".").rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise ConfigError(f"{where} is no path to a function; write it as package.module.function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module in the directory that the run was started in
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise ConfigError(
-                f"{where}: there is no module {missing!r}, neither installed nor in {os.getcwd()}"
-            ) from error
-        raise ConfigError(f"{where}: module {module_name!r} needs {missing!r}, which is not installed") from error
-    except Exception as error:
-        raise ConfigError(f"{where}: module {module_name!r} cannot be imported: {_reason(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        has = f"it has {', '.join(functions)}" if functions else "it has no functions"
-        raise ConfigError(f"{where}: module {module_name!r} has no function {name!r}; {has}")
-    return function  # type: ignore[no-any-return]
 
 
 def _selected(streams: TokenStreams, index: Tensor) -> TokenStreams:
@@ -109,7 +73,7 @@ def _called(
     except PrimeRLError:
         raise
     except Exception as error:
-        raise PrimeRLError(f"the loss {config.import_path} failed: {_reason(error)}") from error
+        raise PrimeRLError(f"the loss {config.import_path} failed: {reason(error)}") from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         raise PrimeRLError(f"the loss {config.import_path} returned a {type(returned).__name__}; {_RETURNS}")
     loss_N, metrics_N = returned
@@ -134,10 +98,3 @@ def _called(
             "them from streams.logprobs_N, without detach() or no_grad() around the whole"
         )
     return loss_N, {name: values.detach() for name, values in metrics_N.items()}
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line, with the innermost place of the user's code it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

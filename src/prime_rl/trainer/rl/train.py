@@ -1,6 +1,7 @@
 """The RL trainer as a process: `trainer`, or this file under `torchrun`. What needs torch is in `trainer.rl.build`."""
 
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.imports import importing
 from prime_rl.trainer.script import main
 
 
@@ -9,7 +10,8 @@ def run(config: TrainerConfig) -> None:
 
     Raises: PrimeRLError of any kind, with what to do in its message.
     """
-    from prime_rl.trainer.rl.build import train_rl  # noqa: PLC0415 (a dry run imports no torch)
+    with importing():
+        from prime_rl.trainer.rl.build import train_rl  # noqa: PLC0415 (a dry run imports no torch)
 
     train_rl(config)
 

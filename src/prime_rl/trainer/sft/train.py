@@ -1,6 +1,7 @@
 """SFT as a process: `sft`, or this file under `torchrun`. What needs torch is in `trainer.sft.build`."""
 
 from prime_rl.config.trainer import SFTConfig
+from prime_rl.imports import importing
 from prime_rl.trainer.script import main
 
 
@@ -9,7 +10,8 @@ def run(config: SFTConfig) -> None:
 
     Raises: PrimeRLError of any kind, with what to do in its message.
     """
-    from prime_rl.trainer.sft.build import train_sft  # noqa: PLC0415 (a dry run imports no torch)
+    with importing():
+        from prime_rl.trainer.sft.build import train_sft  # noqa: PLC0415 (a dry run imports no torch)
 
     train_sft(config)
 

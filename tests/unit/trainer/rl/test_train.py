@@ -1,3 +1,5 @@
+import itertools
+import shutil
 import sys
 
 import msgspec
@@ -21,6 +23,7 @@ from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_decoder
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
+from prime_rl.trainer.rl.data import RolloutBatches
 from prime_rl.trainer.rl.train import run
 from prime_rl.transport.batches import BatchWriter
 from prime_rl.transport.manifest import complete_steps, verify
@@ -145,6 +148,43 @@ def test_distillation_is_configured_beside_the_loss(config, tmp_path, model_dir,
     assert losses[1] > losses[0]
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_weights_that_cannot_be_written_end_training_the_last_ones_too(config, step):
+    weights = RunPaths(config.output_dir).weights
+    weights.mkdir()
+    (weights / f"step_{step}").touch()
+    with pytest.raises(ArtifactError, match=f"step_{step} exists already"):
+        run(config)
+
+
+def test_weights_that_cannot_be_written_are_told_while_a_batch_is_waited_for_that_needs_them(config):
+    paths = RunPaths(config.output_dir)
+    shutil.rmtree(paths.rollouts / "step_3")
+    paths.weights.mkdir()
+    (paths.weights / "step_3").touch()
+    with pytest.raises(ArtifactError, match="step_3 exists already"):
+        run(config.model_copy(update={"batch_timeout": 200}))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_training_leaves_the_weights_before_complete_and_nothing_half_written(config, monkeypatch, error):
+    def interrupted(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr("prime_rl.trainer.rl.data.RolloutBatches.next", after(2, interrupted))
+    with pytest.raises(error):
+        run(config)
+    weights = RunPaths(config.output_dir).weights
+    assert sorted(path.name for path in weights.iterdir()) == ["step_1", "step_2"]
+    assert all(verify(path) for path in weights.iterdir())
+
+
+def after(num_calls, end):
+    """`RolloutBatches.next` so many times, then `end`."""
+    original, calls = RolloutBatches.next, itertools.count()
+    return lambda *arguments: end() if next(calls) == num_calls else original(*arguments)
+
+
 def test_weights_of_an_earlier_run_are_not_mixed_in(config):
     run(config)
     with pytest.raises(ArtifactError, match=r"holds weights of an earlier run \(up to step 6\)"):
@@ -199,7 +239,7 @@ def test_the_sender_meets_the_servers_where_and_as_long_as_is_configured(config,
     def meet(**given):
         raise Met({name: value for name, value in given.items() if name != "device"})
 
-    monkeypatch.setattr("prime_rl.trainer.publication.NcclSender", meet)
+    monkeypatch.setattr("prime_rl.trainer.publish.build.NcclSender", meet)
     broadcast = NCCLBroadcastConfig(host="node0", port=29502, timeout=7, inference_world_size=3)
     with pytest.raises(Met) as met:
         run(config.model_copy(update={"weight_broadcast": broadcast}))
