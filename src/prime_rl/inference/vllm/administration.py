@@ -143,7 +143,8 @@ class VLLMAdministration:
     async def _answered(self, waiting: Awaitable[T], what: str, timeout: float) -> T:
         """What vLLM answers. Raises: InferenceError where it refuses, fails, or takes longer, which is a failure."""
         try:
-            return await asyncio.wait_for(waiting, timeout)
+            async with asyncio.timeout(timeout):  # not wait_for, which Python 3.11 has swallow cancellations
+                return await waiting
         except TimeoutError:
             self._failure = self._failure or f"vLLM's engine did not {what} within {timeout:g} s"
             raise InferenceError(self._failure) from None
@@ -165,7 +166,8 @@ class VLLMAdministration:
             **_PACKING,
         }
         try:
-            await asyncio.wait_for(self._engine.join_transfer(info), request.timeout)
+            async with asyncio.timeout(request.timeout):
+                await self._engine.join_transfer(info)
         except TimeoutError:
             raise InferenceError(f"the trainer and all servers did not meet within {request.timeout:g} s") from None
         except Exception as error:

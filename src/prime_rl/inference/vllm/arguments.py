@@ -21,6 +21,10 @@ GIB: Final = 2**30
 CPU_KV_CACHE_BYTES: Final = GIB
 """The embedded engine's size on the CPU; vLLM would take nine tenths of the machine's memory."""
 
+FLOAT32: Final = ("float32", "float")
+_ALIASES: Final = {"half": "float16", "float": "float32"}
+"""Names that vLLM has for types."""
+
 WORKER_EXTENSION: Final = "prime_rl.inference.vllm.worker.WeightsExtension"
 TRANSFER_BACKEND: Final = "prime_rl"
 """The name under which our weight-transfer engine is registered with vLLM."""
@@ -87,6 +91,7 @@ def arguments(config: InferenceConfig, facts: Facts) -> dict[str, Any]:
         _check_given(name, value)
         found[name] = value
     found.update((name, value) for name, (value, _) in FORCED.items() if name not in _OFF_BY_DEFAULT)
+    _check_adapters(found, facts)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -177,6 +182,24 @@ def _lora(config: InferenceConfig) -> dict[str, Any]:
         "max_cpu_loras": max(config.max_cpu_loras, config.max_loras),
         "max_lora_rank": config.max_lora_rank or 16,
     }
+
+
+def _check_adapters(found: Mapping[str, Any], facts: Facts) -> None:
+    """vLLM's kernels for adapters on a GPU take 16-bit weights of the model's type; of others, its engine dies."""
+    if not found.get("enable_lora") or facts.on_cpu:
+        return
+    dtype, adapters = found["dtype"], found.get("lora_dtype") or "auto"
+    if "auto" not in (dtype, adapters) and _ALIASES.get(adapters, adapters) != _ALIASES.get(dtype, dtype):
+        raise ConfigError(
+            f"inference.vllm.lora_dtype is {adapters}: on a GPU, vLLM computes adapters in the model's type, which is "
+            f"{dtype}; remove the key, or set inference.model.dtype to the same"
+        )
+    if dtype in FLOAT32:
+        raise ConfigError(
+            "inference.enable_lora: on a GPU, vLLM serves adapters in bfloat16 or float16 only, and "
+            f"inference.model.dtype is {dtype}; set inference.model.dtype = 'bfloat16', or "
+            "inference.backend = 'embedded', which serves them in float32"
+        )
 
 
 def _check_given(name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
@@ -43,6 +44,7 @@ class VersionedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As vLLM's; an answer that says its versions learns of its choices here, in the order in which they stand."""
+        check_stop_tokens(sampling_params, self.model_config.get_vocab_size())
         answer = ANSWER.get()
         if answer is not None and sampling_params.output_kind == RequestOutputKind.CUMULATIVE:
             # The generate route of 0.26 asks for all tokens so far at every token, and uses the last output only.
@@ -147,6 +149,19 @@ class VersionedLLM(AsyncLLM):
         if state is None:
             return None
         return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
+
+
+def check_stop_tokens(sampling_params: SamplingParams, vocab_size: int) -> None:
+    """Raise VLLMValidationError, the client's fault, for a stop token that the model does not have.
+
+    With `min_tokens`, vLLM writes to the logits at every stop token; on a GPU, one out of bounds ends the engine. 0.26
+    does not look. To be removed when 0.26 is no longer supported.
+    """
+    unknown = [token for token in sampling_params.stop_token_ids or [] if not 0 <= token < vocab_size]
+    if unknown:
+        raise VLLMValidationError(
+            f"stop_token_ids has {unknown[:3]}, and the vocabulary has {vocab_size} tokens", parameter="stop_token_ids"
+        )
 
 
 async def beginning_with_all(

@@ -42,22 +42,36 @@ def served_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Raises: InferenceError naming a parameter that cannot be read back under its published name.
     """
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        layer = modules[owner]
-        tensor = _whole(layer, kind, parameter.detach(), name)
-        path, _, module = owner.rpartition(".")
-        parts = packed.get(module)
-        if parts is None or len(parts) == 1:
-            yield f"{owner}.{kind}" if owner else kind, tensor
+    for name, parameter, layer, parts in _parameters(model):
+        tensor = _whole(layer, name.rpartition(".")[2], parameter.detach(), name)
+        if len(parts) == 1:
+            yield parts[0], tensor
             continue
         sizes = [int(size) for size in getattr(layer, "output_sizes", ())]
         if len(sizes) != len(parts) or sum(sizes) != tensor.shape[0]:
             raise InferenceError(f"vLLM's parameter {name} of shape {list(tensor.shape)} cannot be cut into {parts}")
-        for part, piece in zip(parts, tensor.split(sizes), strict=True):
-            yield ".".join(filter(None, [path, part, kind])), piece
+        yield from zip(parts, tensor.split(sizes), strict=True)
+
+
+def served_types(model: nn.Module) -> dict[str, torch.dtype]:
+    """The type of each of `served_tensors`, of which nothing is read."""
+    return {
+        part: parameter.dtype if parameter.numel() else _packed_type(layer)
+        for _, parameter, layer, parts in _parameters(model)
+        for part in parts
+    }
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module, list[str]]]:
+    """vLLM's name of every parameter, its layer, and the published names of what is in it."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        path, _, module = owner.rpartition(".")
+        parts = packed.get(module, [module])
+        names = [name] if len(parts) == 1 else [".".join(filter(None, [path, part, kind])) for part in parts]
+        yield name, parameter, modules[owner], names
 
 
 def _whole(layer: nn.Module, kind: str, tensor: Tensor, name: str) -> Tensor:
@@ -73,7 +87,7 @@ def _whole(layer: nn.Module, kind: str, tensor: Tensor, name: str) -> Tensor:
 def _asked(layer: Any, name: str) -> Tensor:
     """[out, in] what a layer multiplies with, from its own kernel; exact, since all but one product are zero."""
     compute, num_inputs = getattr(layer, "cpu_linear", None), getattr(layer, "input_size", None)
-    dtype = getattr(layer, "params_dtype", None) or torch.get_default_dtype()
+    dtype = _packed_type(layer)
     if compute is None or num_inputs is None:
         raise InferenceError(f"vLLM has packed its parameter {name}, which cannot be read back")
     columns = []
@@ -83,3 +97,8 @@ def _asked(layer: Any, name: str) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = 1
         columns.append(compute(units, layer.weight, None).T)
     return torch.cat(columns, dim=1)
+
+
+def _packed_type(layer: nn.Module) -> torch.dtype:
+    """Of a weight that is gone."""
+    return getattr(layer, "params_dtype", None) or torch.get_default_dtype()

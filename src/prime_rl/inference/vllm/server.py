@@ -17,6 +17,8 @@ import uvloop
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import InferenceError, ModelError, PrimeRLError
+from prime_rl.imports import importing
+from prime_rl.inference.vllm.arguments import FLOAT32
 from prime_rl.inference.vllm.failures import OUT_OF_MEMORY, Causes, sentence
 
 DEFAULTS: Final = {
@@ -43,7 +45,7 @@ def run(config: InferenceConfig, model_dir: Path, listener: socket.socket, api_k
     """
     with tempfile.TemporaryDirectory(prefix="prime-rl-vllm-") as scratch:
         causes = Causes(Path(scratch))
-        _prepare_environment(causes, on_cpu=config.device == "cpu")
+        _prepare_environment(causes, config)
         told: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -52,7 +54,8 @@ def run(config: InferenceConfig, model_dir: Path, listener: socket.socket, api_k
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            serving = importlib.import_module("prime_rl.inference.vllm.serving")
+            with importing():
+                serving = importlib.import_module("prime_rl.inference.vllm.serving")
             if told:  # the exception was lost, as it is in the callbacks that importing a module runs
                 return
             uvloop.run(serving.serve(config, model_dir, listener, api_key, causes))
@@ -67,12 +70,15 @@ def run(config: InferenceConfig, model_dir: Path, listener: socket.socket, api_k
                 signal.signal(number, handler)
 
 
-def _prepare_environment(causes: Causes, *, on_cpu: bool) -> None:
+def _prepare_environment(causes: Causes, config: InferenceConfig) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if on_cpu:
+    if config.device == "cpu":
         # vLLM compiles its logprobs' kernel at the first request that asks for them: fifteen seconds of silence.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if config.vllm.get("dtype", config.model.dtype) in FLOAT32:
+        # Triton, in which vLLM's attention for float32 is written, multiplies it as TF32: logprobs are off by 0.02.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     # The key is ours to ask for, on every route; vLLM would ask for this one below /v1 besides.
     os.environ.pop("VLLM_API_KEY", None)
     causes.install()

@@ -1,6 +1,7 @@
 """vLLM's own OpenAI server, built from its parts, with our routes and gates in front.
 
-BearerKey > OnlyRoutes > BodyLimit > OlderNames > MinVersion > SayVersions > (our admin routes, vLLM's) > VersionedLLM
+BearerKey > OnlyRoutes > BodyLimit > ObjectsOnly > OlderNames > MinVersion > SayVersions > (our admin routes, vLLM's)
+> VersionedLLM
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from prime_rl.inference.vllm import compat
 from prime_rl.inference.vllm.administration import VLLMAdministration
 from prime_rl.inference.vllm.answers import OlderNames, SayVersions
 from prime_rl.inference.vllm.arguments import Facts, arguments, check_known, command_line
+from prime_rl.inference.vllm.bodies import ObjectsOnly
 from prime_rl.inference.vllm.engine import VersionedLLM
 from prime_rl.inference.vllm.failures import Causes, sentence
 from prime_rl.models.hf import read_json
@@ -159,7 +161,8 @@ async def build_app(args: Namespace, engine: VersionedLLM, administration: VLLMA
 def gated(app: ASGIApp, administration: VLLMAdministration, api_key: str | None) -> ASGIApp:
     """The application behind what a request must pass."""
     saying = SayVersions(app, administration.unavailable)
-    bounded = BodyLimit(OlderNames(MinVersion(saying, served=lambda: administration.served().version)))
+    versioned = OlderNames(MinVersion(saying, served=lambda: administration.served().version))
+    bounded = BodyLimit(ObjectsOnly(versioned))
     inner = OnlyRoutes(bounded, {*(route.path for route in admin.routes()), *GENERATION_ROUTES, *OTHER_ROUTES})
     return inner if api_key is None else BearerKey(inner, api_key)
 

@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from prime_rl.inference.vllm.arguments import TRANSFER_BACKEND
 from prime_rl.inference.vllm.compat import known_fields
 from prime_rl.inference.vllm.files import Shards
-from prime_rl.transport.checksum import Tally
+from prime_rl.inference.vllm.proof import Arrivals
+from prime_rl.inference.vllm.served import served_types
 
 IN_PLACE: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"})
 """Kinds of layers that compute with the parameters as they were loaded."""
@@ -35,8 +36,7 @@ class TransferEngine(NCCLWeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.arrived = Tally()
-        """Every tensor as it came."""
+        self.arrived = Arrivals({})
         self.written: set[str] = set()
         """vLLM's names of the parameters that were written; empty where the model does not say."""
         self._in_place = False
@@ -51,7 +51,7 @@ class TransferEngine(NCCLWeightTransferEngine):
         return self.init_info_cls(**known_fields(self.init_info_cls, init_dict))
 
     def start_weight_update(self) -> None:
-        self.arrived, self.written = Tally(), set()
+        self.arrived, self.written = Arrivals(served_types(self.model)), set()
         self._in_place = self._is_plain()
         if not self._in_place:
             super().start_weight_update()

@@ -65,7 +65,7 @@ class WeightsExtension:
             worker.start_weight_update()
             worker.update_weights({"shards": self._prime_rl_shards} if announced is None else announced)
             worker.finish_weight_update()
-            came = self.weight_transfer_engine.arrived.entries()
+            came = self.weight_transfer_engine.arrived.came.entries()
             found = combined(came)
             if digest is not None and found != digest:
                 raise InferenceError(f"what arrived has the digest {found}, what was published {digest}")
@@ -85,14 +85,7 @@ class WeightsExtension:
         if self._prime_rl_why_unreadable() is not None:
             return
         with torch.inference_mode():
-            served = entries(dict(served_tensors(model)))
-        same_type = {name for name, entry in served.items() if name in came and came[name].dtype == entry.dtype}
-        missing = sorted(served.keys() - came.keys())
-        wrong = sorted(name for name in same_type if came[name].checksum != served[name].checksum)
-        if missing:
-            raise InferenceError(f"{len(missing)} parameters got no weights: {named(missing)}")
-        if wrong:
-            raise InferenceError(f"{len(wrong)} parameters are not what arrived: {named(wrong)}")
+            engine.arrived.prove(entries(dict(served_tensors(model))))
 
     def prime_rl_add_adapter(self, name: str, number: int, directory: str) -> dict[str, str]:
         """Load an adapter, beside those that there are: `{}`, or `{"error": why}`."""

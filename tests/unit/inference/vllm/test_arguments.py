@@ -165,3 +165,41 @@ def test_every_argument_that_we_name_is_one_of_vllms():
     )
     assert set(everything) <= ALL
     assert set(FORCED) | set(ELSEWHERE) <= ALL
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_lora": True, "model": {"name": "org/m", "dtype": "float32"}},
+        {"vllm": {"enable_lora": True, "dtype": "float"}},
+        {"enable_lora": True, "vllm": {"dtype": "float32"}},
+    ],
+)
+def test_adapters_in_float32_are_refused_where_vllm_has_no_kernels_for_them(fields):
+    with pytest.raises(ConfigError, match=r"enable_lora.*inference\.model\.dtype = 'bfloat16'"):
+        found(**fields)
+    assert found(CPU, **fields)["enable_lora"] is True
+    assert found(**{**fields, "vllm": {"enable_lora": True, "dtype": "float16"}})["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora_dtype", "is_refused"),
+    [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "float16", True),
+        ("auto", "float16", True),
+        ("bfloat16", "bfloat16", False),
+        ("bfloat16", "auto", False),
+        ("float16", "half", False),
+    ],
+)
+def test_adapters_in_another_type_than_the_model_are_refused_where_vllm_has_no_kernels_for_them(
+    dtype, lora_dtype, is_refused
+):
+    fields = {"model": {"name": "org/m", "dtype": dtype}, "enable_lora": True, "vllm": {"lora_dtype": lora_dtype}}
+    assert found(CPU, **fields)["lora_dtype"] == lora_dtype
+    if is_refused:
+        with pytest.raises(ConfigError, match=rf"inference\.vllm\.lora_dtype is {lora_dtype}: on a GPU"):
+            found(**fields)
+    else:
+        assert found(**fields)["lora_dtype"] == lora_dtype

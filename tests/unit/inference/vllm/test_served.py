@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from prime_rl.errors import InferenceError
-from prime_rl.inference.vllm.served import served_tensors, without_adapters
+from prime_rl.inference.vllm.served import served_tensors, served_types, without_adapters
 
 
 class Joined(nn.Module):
@@ -59,6 +59,15 @@ def test_a_packed_weight_is_read_through_its_own_kernel_exactly():
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     served = dict(served_tensors(model))
     assert torch.equal(served["attn.q_proj.weight"], packed[:4])
+    assert served_types(model) == {name: tensor.dtype for name, tensor in served.items()}
+
+
+def test_types_are_known_of_every_tensor_that_is_served():
+    model = Model().bfloat16()
+    model.attn.o_proj.float()
+    model.attn.qkv_proj.bias.data = model.attn.qkv_proj.bias.data.half()
+    assert served_types(model) == {name: tensor.dtype for name, tensor in served_tensors(model)}
+    assert len(set(served_types(model).values())) == 3
 
 
 def test_a_packed_weight_without_a_kernel_to_ask_is_said_so():

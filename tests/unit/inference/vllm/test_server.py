@@ -29,9 +29,9 @@ class Serving:
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Run the server with an ending in place of vLLM; what vLLM would have seen of the environment."""
-    monkeypatch.setattr(server.os, "environ", {"VLLM_API_KEY": "theirs", "DO_NOT_TRACK": "0"})
 
     def with_ending(ending, config=CONFIG):
+        monkeypatch.setattr(server.os, "environ", {"VLLM_API_KEY": "theirs", "DO_NOT_TRACK": "0"})
         serving = Serving(ending)
         monkeypatch.setattr(server.importlib, "import_module", lambda name: serving)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -57,6 +57,12 @@ def test_vllm_sees_our_defaults_and_the_users_own(run):
     assert "VLLM_API_KEY" not in seen
     assert seen["VLLM_LOGGING_CONFIG_PATH"].endswith("logging.json")
     assert lifeline.is_alive(seen[lifeline.VARIABLE])
+
+
+@pytest.mark.parametrize("fields", [{"model": {"dtype": "float32"}}, {"vllm": {"dtype": "float"}}])
+def test_float32_is_multiplied_as_float32(run, fields):
+    assert run(lambda causes: None, InferenceConfig.model_validate(fields))["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in run(lambda causes: None, InferenceConfig())
 
 
 def test_compilers_are_only_kept_off_the_cpu(run):
