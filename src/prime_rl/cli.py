@@ -177,13 +177,15 @@ def inference(argv: Sequence[str] | None = None) -> None:
 
 def _inference(config: "InferenceConfig") -> None:
     from prime_rl.config.command import begin
+    from prime_rl.imports import importing
 
     begin("inference", config)
     # Until it serves, Ctrl-C ends it without an exception: one is lost where Python cannot raise it, in the callbacks
     # that importing a module runs hundreds of.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from prime_rl.inference.server import run
+    with importing():
+        from prime_rl.inference.server import run
 
     run(config)
 

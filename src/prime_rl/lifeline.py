@@ -9,7 +9,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 HAS_PROC = Path("/proc/self/stat").exists()
 if not HAS_PROC:
@@ -17,7 +19,13 @@ if not HAS_PROC:
 
 VARIABLE = "PRIME_RL_LAUNCHER"
 POLL_S = 0.5
+GRACE_POLL_S = 0.1
 GRACE_S = 5.0
+WRITING_S = 3600.0
+"""For weights that are being written when a trainer is told to end: a terabyte at 300 MB a second."""
+
+unfinished: list[Callable[[], bool]] = []
+"""Each tells whether this process is at something that is to be waited for when the process is to end."""
 
 
 def launcher_token() -> str:
@@ -49,16 +57,30 @@ def _started(pid: int) -> str | None:
         return None
 
 
-def watch_launcher() -> None:
-    """Watch the launcher from a daemon thread, if there is one: SIGTERM to this process when it is gone, then exit."""
+def watch_launcher(*, kills_group: bool = False) -> None:
+    """Watch the launcher from a daemon thread, if there is one: SIGTERM to this process when it is gone, then exit.
+
+    `kills_group`: this process leads a group of its own, in which are processes that do not watch; all are killed.
+    """
     token = os.environ.get(VARIABLE)
     if token:
-        threading.Thread(target=_watch, args=(token,), name="lifeline", daemon=True).start()
+        threading.Thread(target=_watch, args=(token, kills_group), name="lifeline", daemon=True).start()
 
 
-def _watch(token: str) -> None:
+def _watch(token: str, kills_group: bool) -> None:
     while is_alive(token):
         time.sleep(POLL_S)
+    if kills_group:
+        os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_S)
-    os._exit(1)
+    end_after_grace(1)
+
+
+def end_after_grace(code: int) -> NoReturn:
+    """End this process, unless it does so itself within GRACE_S after it has finished what is `unfinished`."""
+    start = seen = time.monotonic()
+    while (now := time.monotonic()) < seen + GRACE_S:
+        if now < start + WRITING_S and any(one() for one in unfinished):
+            seen = now
+        time.sleep(GRACE_POLL_S)
+    os._exit(code)

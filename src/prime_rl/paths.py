@@ -2,10 +2,12 @@
 
 <output_dir>/
   configs/<process>.toml           resolved configuration, one file a process
-  logs/<process>.log               rl, inference, orchestrator, trainer; environment workers under logs/envs/
+  logs/<process>.log               rl, inference, orchestrator, trainer; environment workers under logs/envs/, those of
+                                   evaluation during training under logs/envs/eval/
   logs/<process>/rank_N.log        warnings and errors of the ranks of trainer or sft behind the first
   <process>/metrics.jsonl          one JSON object a step
   rollouts/step_N/                 batch N, and its rollouts in readable form
+  traces/step_N/<environment>/     every rollout that was run for batch N, whatever became of it
   weights/step_N/                  the weights after N optimizer steps, Hugging Face format; with LoRA, the adapter
   merged/step_N/                   the model with the adapter of that step in it, where it was asked for
   checkpoints/step_N/              what a run is resumed from
@@ -25,17 +27,25 @@ RESULTS = ("rollouts", "weights", "merged", "checkpoints", "evals")
 """What a run cannot do without."""
 
 SAID_DURING_A_RUN = (
-    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", "ready_*", "FALLBACK", "DONE")),
+    *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", ".step_*.gone-*", "ready_*", "FALLBACK", "DONE")),
     "events.jsonl",
 )
 """What only the processes of one run say to each other and to the console: another run would take it for its own."""
 
 MADE_BY_A_RUN = (
-    *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*")),
+    *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*", ".step_*.gone-*")),
     *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
     *SAID_DURING_A_RUN,
+    "traces/step_*",
     *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
-    *("logs/*.log", "logs/envs/*.log", "logs/trainer/rank_*.log", "logs/sft/rank_*.log", "reward.svg"),
+    *(
+        "logs/*.log",
+        "logs/envs/*.log",
+        "logs/envs/eval/*.log",
+        "logs/trainer/rank_*.log",
+        "logs/sft/rank_*.log",
+        "reward.svg",
+    ),
 )
 """All that is ever deleted: patterns of the files and directories that a run makes."""
 
@@ -59,6 +69,10 @@ class RunPaths:
         return self.output_dir / "rollouts"
 
     @property
+    def traces(self) -> Path:
+        return self.output_dir / "traces"
+
+    @property
     def weights(self) -> Path:
         return self.output_dir / "weights"
 
@@ -77,6 +91,11 @@ class RunPaths:
     @property
     def evals(self) -> Path:
         return self.output_dir / "evals"
+
+    @property
+    def eval_worker_logs(self) -> Path:
+        """Logs of the workers of evaluation during training."""
+        return self.logs / "envs" / "eval"
 
     @property
     def reward_curve(self) -> Path:
@@ -99,6 +118,11 @@ class RunPaths:
 def step_dir(root: Path, step: int) -> Path:
     """`root/step_N`, the one spelling of a step's directory."""
     return root / f"step_{step}"
+
+
+def drafts(root: Path) -> list[Path]:
+    """Directories under `root` that somebody is writing, or was when it was killed."""
+    return sorted(root.glob(".step_*.tmp-*"))
 
 
 def found_results(output_dir: Path) -> list[str]:

@@ -1,8 +1,12 @@
 import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
 
 import pytest
 
-from prime_rl.aio import Supervisor, together
+from prime_rl.aio import Supervisor, in_daemon_thread, together
 
 
 async def forever():
@@ -76,3 +80,40 @@ async def test_a_cancelled_task_is_no_failure():
         return "done"
 
     assert await supervisor.run("main", main()) == "done"
+
+
+async def test_work_in_a_daemon_thread_gives_its_result_or_its_error():
+    assert await in_daemon_thread(lambda: threading.current_thread().daemon) is True
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match=r"it called sys\.exit\(3\)"):
+        await in_daemon_thread(lambda: sys.exit(3))
+
+
+async def test_work_that_is_given_up_may_still_end_and_nobody_hears_of_it():
+    goes_on, has_ended = threading.Event(), threading.Event()
+
+    def work():
+        goes_on.wait(5)
+        has_ended.set()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(in_daemon_thread(work), 0.05)
+    goes_on.set()
+    assert await asyncio.to_thread(has_ended.wait, 5)
+    await asyncio.sleep(0.01)
+
+
+def test_a_process_ends_though_work_in_a_daemon_thread_never_does():
+    script = """
+        import asyncio, time
+        from prime_rl.aio import in_daemon_thread
+        async def main():
+            await asyncio.wait_for(in_daemon_thread(lambda: time.sleep(3600)), 0.1)
+        asyncio.run(main())
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("TimeoutError")

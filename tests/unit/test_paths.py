@@ -29,7 +29,7 @@ def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
     mine = ["notes.txt", "configs/mine.toml", "configs/trainer/debug.toml", "trainer/code.py", "evals/notes.txt"]
     its = ["reward.svg", "configs/rl.toml", "trainer/metrics.jsonl", "logs/envs/a.log", "weights/step_3/x"]
     its += ["broadcasts/step_3/x", "broadcasts/ready_3", "broadcasts/FALLBACK", "broadcasts/DONE", "events.jsonl"]
-    its += ["logs/trainer/rank_1.log", "logs/sft/rank_12.log"]
+    its += ["logs/trainer/rank_1.log", "logs/sft/rank_12.log", "traces/step_0/a/results.jsonl"]
     for name in [*mine, *its]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")

@@ -200,6 +200,23 @@ PolicyLossConfig = LossConfig | IPOLossConfig | GRPOLossConfig | PPOClipLossConf
 RLLossConfig = Annotated[PolicyLossConfig | CustomLossConfig, Field(discriminator="type")]
 
 
+class LengthPenaltyConfig(BaseConfig):
+    """Rewards fall with what a rollout costs, relative to the costliest of its group.
+
+    A rollout loses the group's mean reward times the sum of the three weights, each times its own share of the group's
+    most.
+    """
+
+    output_weight: float = Field(default=0.25, ge=0)
+    """Weight of sampled tokens."""
+
+    input_weight: float = Field(default=0.1, ge=0)
+    """Weight of tokens that the model was sent, over all turns."""
+
+    turns_weight: float = Field(default=0.1, ge=0)
+    """Weight of turns."""
+
+
 class AdvantageConfig(BaseConfig):
     """A rollout's reward minus the mean of its group."""
 
@@ -209,7 +226,8 @@ class AdvantageConfig(BaseConfig):
     """Whether the mean is weighted by completion length, which makes it the mean reward of a token."""
 
     std_norm: Literal["local", "global"] | None = None
-    """Divide by the standard deviation of the group (local) or of the batch (global). None: do not."""
+    """Divide by the standard deviation of the group's rewards (local) or of the batch's advantages (global). None: do
+    not."""
 
     leave_one_out: bool = False
     """Whether a rollout's own reward is left out of its baseline."""
@@ -217,14 +235,46 @@ class AdvantageConfig(BaseConfig):
     neg_clipped: bool = False
     """Whether negative advantages become 0."""
 
+    zero_truncated: bool = False
+    """Whether the reward of a rollout that a length limit ended counts as 0."""
+
+    length_shaping_alpha: float | None = Field(default=None, ge=0)
+    """Divide rewards by 1 + this times the rollout's length over the mean length of its group. None: do not."""
+
+    length_penalty: LengthPenaltyConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_penalty(self) -> Any:
+        if self.length_shaping_alpha is not None and self.length_penalty is not None:
+            raise Conflict(
+                "set either length_shaping_alpha or length_penalty: both make long rollouts worth less",
+                "length_shaping_alpha",
+                "length_penalty",
+            )
+        return self
+
+
+class RewardAdvantageConfig(BaseConfig):
+    """The reward itself, without a baseline."""
+
+    type: Literal["reward"] = "reward"
+
+
+class DistillationConfig(BaseConfig):
+    """No policy gradient: sampled tokens learn from the teacher alone (`kl_weight`), whatever their reward."""
+
+    type: Literal["distillation"] = "distillation"
+
 
 class CustomAdvantageConfig(_CustomFunctionConfig):
-    """Advantages of your own."""
+    """Advantages of your own; docs/algorithms.md says what the function is given and what it returns."""
 
     type: Literal["custom"] = "custom"
 
 
-AnyAdvantageConfig = Annotated[AdvantageConfig | CustomAdvantageConfig, Field(discriminator="type")]
+AnyAdvantageConfig = Annotated[
+    AdvantageConfig | RewardAdvantageConfig | DistillationConfig | CustomAdvantageConfig, Field(discriminator="type")
+]
 
 
 class GibberishFilterConfig(BaseConfig):
@@ -258,7 +308,7 @@ class RepetitionFilterConfig(BaseConfig):
 
 
 class ZeroAdvantageFilterConfig(BaseConfig):
-    """Rollouts whose advantage is 0, which teach nothing."""
+    """Rollouts whose advantage is 0, which teach nothing; those that learn from a teacher are left alone."""
 
     type: Literal["zero_advantage"] = "zero_advantage"
 
@@ -266,8 +316,18 @@ class ZeroAdvantageFilterConfig(BaseConfig):
     """Whether such rollouts are left out of training; else they are only counted."""
 
 
+class TruncatedFilterConfig(BaseConfig):
+    """Rollouts that a length limit ended."""
+
+    type: Literal["truncated"] = "truncated"
+
+    enforce: bool = True
+    """Whether such rollouts are left out of training; else they are only counted."""
+
+
 FilterConfig = Annotated[
-    GibberishFilterConfig | RepetitionFilterConfig | ZeroAdvantageFilterConfig, Field(discriminator="type")
+    GibberishFilterConfig | RepetitionFilterConfig | ZeroAdvantageFilterConfig | TruncatedFilterConfig,
+    Field(discriminator="type"),
 ]
 
 

@@ -156,16 +156,20 @@ class OnlineEvalConfig(_BaseEvalConfig):
     """Evaluation during training."""
 
     interval: int = Field(default=100, ge=1)
-    """Steps between two evaluations."""
+    """Steps between two evaluations. The weights after the last step are evaluated in any case."""
 
     eval_base_model: bool = True
-    """Whether the model is evaluated before the first step too."""
+    """Whether the model that the run begins with is evaluated too."""
+
+    share: float = Field(default=0.25, gt=0, lt=1)
+    """Of the rollouts in flight, those that an evaluation may always have; training keeps the others."""
 
     skip_eval_on_resume: bool = True
     """Whether a resumed run leaves out the evaluation of the step it starts from."""
 
     cancel_inflight_rollouts_on_eval: bool = False
-    """Whether training rollouts in flight make room for an evaluation."""
+    """Whether training rollouts in flight make room for an evaluation, which then runs alone and on one version of the
+    weights. They are run anew afterwards; until then neither training rollouts nor new weights are taken."""
 
 
 class EvalConfig(_BaseEvalConfig, ProcessConfig):

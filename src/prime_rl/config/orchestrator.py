@@ -4,7 +4,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.config.algorithms import AdvantageConfig, AnyAdvantageConfig, BufferConfig, FilterConfig
+from prime_rl.config.algorithms import (
+    AdvantageConfig,
+    AnyAdvantageConfig,
+    BufferConfig,
+    DistillationConfig,
+    FilterConfig,
+    RewardAdvantageConfig,
+)
 from prime_rl.config.artifacts import (
     FilesystemBroadcastConfig,
     FilesystemTransportConfig,
@@ -15,6 +22,7 @@ from prime_rl.config.artifacts import (
 from prime_rl.config.conflict import Conflict
 from prime_rl.config.evals import OnlineEvalConfig
 from prime_rl.config.monitors import HeartbeatConfig, OrchestratorWandbConfig, PrimeMonitorConfig
+from prime_rl.config.sampling import TrainSamplingConfig, check_is_policy
 from prime_rl.config.shared import (
     BaseConfig,
     ClientConfig,
@@ -22,96 +30,8 @@ from prime_rl.config.shared import (
     LogConfig,
     ModelConfig,
     ProcessConfig,
-    SamplingConfig,
     check_env_labels,
 )
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": (),
-    "logits_processors": (),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "response_format": ({"type": "text"},),
-    "thinking_token_budget": (),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "vllm_xargs": (),
-    "extra_args": (),
-}
-"""Request fields that are no keys here, and the values under which the engine samples from softmax(logits / T)."""
-
-_BENDS = (
-    "the trainer cannot reproduce any other distribution than the policy's own: the importance ratio would be biased"
-)
-
-
-def _bends_sampling(name: str, value: Any) -> bool:
-    return name in _NEUTRAL and value not in (None, [], {}, *_NEUTRAL[name])
-
-
-class TemperatureScheduleConfig(BaseConfig):
-    """A sampling temperature that changes over the run."""
-
-    type: Literal["linear", "cosine"] = "linear"
-    """Shape of the way from the first temperature to the last."""
-
-    start_temperature: float = Field(gt=0, le=2)
-    """Temperature of the first step."""
-
-    end_temperature: float = Field(gt=0, le=2)
-    """Temperature of the last step."""
-
-    total_steps: int | None = Field(default=None, ge=1)
-    """Steps from the first to the last temperature. None: `max_steps`."""
-
-
-class TrainSamplingConfig(SamplingConfig):
-    """How completions are sampled: from the policy itself, unfiltered."""
-
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    """Divides the logits before the softmax; the trainer divides by the same value. Above 0: 0 is greedy."""
-
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    """Divides the probability of tokens that are already there. Training needs 1: none."""
-
-    min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many tokens. Training needs 0."""
-
-    temp_scheduler: TemperatureScheduleConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_keys_are_neutral(cls, value: Any) -> Any:
-        """The older spellings that are left here have a value that training cannot do with."""
-        given = [key for key in ("top_p", "top_k", "min_p") if isinstance(value, dict) and key in value]
-        extra_body = value.get("extra_body") if given else None
-        for key in given:
-            if isinstance(extra_body, dict) and key in extra_body:
-                raise Conflict(
-                    f"{key} stands twice, here and in extra_body; remove both: {_BENDS}",
-                    key,
-                    f"extra_body.{key}",
-                )
-            raise Conflict(f"{_BENDS}; remove {key}", key)
-        return value
-
-    @model_validator(mode="after")
-    def _one_temperature(self) -> Any:
-        if self.temp_scheduler is not None and self.temperature != 1.0:
-            raise Conflict(
-                "set either temperature or temp_scheduler: both say how hot to sample", "temperature", "temp_scheduler"
-            )
-        return self
 
 
 class TrainEnvConfig(EnvConfig):
@@ -119,6 +39,12 @@ class TrainEnvConfig(EnvConfig):
 
     ratio: float | None = Field(default=None, gt=0)
     """How often it is drawn, relative to the others. None: in proportion to its number of examples."""
+
+    advantage: AnyAdvantageConfig | None = None
+    """How its rewards become advantages. None: as `orchestrator.advantage` says."""
+
+    kl_weight: float | None = Field(default=None, ge=0)
+    """Weight of its sampled tokens in the KL to the teacher. None: `teacher_model.kl_weight`."""
 
 
 class PolicyLoRAConfig(BaseConfig):
@@ -148,10 +74,17 @@ class RunOptimizerConfig(BaseConfig):
 
 
 class TeacherConfig(BaseConfig):
-    """The model that is distilled from."""
+    """The model that is distilled from: a server that scores prompts (`prompt_logprobs`), with the run's tokenizer."""
 
     client: ClientConfig = Field(default_factory=ClientConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of sampled tokens in the KL to the teacher (`trainer.ref_kl`). 0: the teacher is in the advantage alone
+    (`trainer.loss.teacher_tau`)."""
+
+    max_concurrent: int = Field(default=64, ge=1)
+    """Most samples that the teacher is sent at once."""
 
 
 class RendererConfig(BaseConfig):
@@ -165,13 +98,13 @@ class ValConfig(BaseConfig):
     """Rewards on held-out examples of the training environments."""
 
     num_examples: int = Field(default=16, ge=1)
-    """Examples."""
+    """Examples of each environment: the last ones of its training split, which are never trained on."""
 
     rollouts_per_example: int = Field(default=1, ge=1)
     """Completions per example."""
 
     interval: int = Field(default=10, ge=1)
-    """Steps between two such looks."""
+    """Steps between two such looks. The first and the last weights are looked at in any case."""
 
 
 class OrchestratorConfig(ProcessConfig):
@@ -192,7 +125,7 @@ class OrchestratorConfig(ProcessConfig):
     buffer: BufferConfig = Field(default_factory=BufferConfig)
 
     advantage: AnyAdvantageConfig | None = Field(default_factory=AdvantageConfig)
-    """How rewards become advantages. None: the reward itself."""
+    """How rewards become advantages. None: the reward itself (`type = "reward"`)."""
 
     filters: tuple[FilterConfig, ...] = ()
     """Kinds of rollouts that are counted, or left out of training."""
@@ -211,20 +144,24 @@ class OrchestratorConfig(ProcessConfig):
     """Completions per example: the group whose mean reward is the baseline of the advantage."""
 
     token_batch_size: int | None = Field(default=None, ge=1)
-    """Tokens per training step, instead of `batch_size` rollouts. None: count rollouts."""
+    """Tokens of a training step's samples, instead of `batch_size` rollouts; whole groups, so a step has that many or a
+    few more. None: count rollouts."""
 
     oversampling_factor: float = Field(default=1.0, ge=1)
-    """Groups in flight per group of the batch: spares for those that fail or are filtered."""
+    """Groups in flight per group of the batch: spares for those that fail or are filtered. Spares that are finished go
+    into the next batch, unless they are too old for it."""
 
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     """interleaved: turns make one sample while each prompt extends the exact tokens before it, else a new one starts.
     branching: one sample a turn."""
 
     mask_env_responses: bool = True
-    """Whether tokens that the environment wrote are left out of the loss."""
+    """Whether tokens that the environment wrote are left out of the loss. They must be: the policy did not sample them,
+    so they have no importance ratio."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Most tokens of a training sample. A longer rollout cannot be trained on whole: it is dropped and counted."""
+    """Most tokens of a training sample. A longer rollout is left out of training (`too_long`), while its reward counts
+    in the baseline of its group."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Number of batches to produce. None: until stopped."""
@@ -233,7 +170,8 @@ class OrchestratorConfig(ProcessConfig):
     """Batch n is generated by weights n - max_async_level or newer. 0: generation and training alternate."""
 
     strict_async_level: bool = False
-    """Whether batch n is generated by weights n - max_async_level exactly, even where newer ones are there."""
+    """Whether batch n is generated by weights n - max_async_level exactly (the first ones by weights 0), even where
+    newer ones are there."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
     """Weight updates that a group in progress may live through before it is cancelled and started anew."""
@@ -263,13 +201,18 @@ class OrchestratorConfig(ProcessConfig):
     """Times a failed rollout is tried before its group is given up and another example is taken."""
 
     max_error_rate: float = Field(default=0.5, gt=0, le=1)
-    """The run stops when more than this share of the last 64 or more rollouts failed (1: when all of them did)."""
+    """The run stops when more than this share of an environment's last rollouts failed (1: when all did), of the last
+    `batch_size` or 64."""
 
     weights_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for the trainer's next weights, while no batch can ship without them, before the run ends."""
 
     outage_timeout: float = Field(default=120.0, gt=0)
     """Seconds that the inference server may be gone in the middle of a run before the run ends."""
+
+    max_traces_gb: float = Field(default=4.0, ge=0)
+    """GiB that the traces of rollouts (`traces/` in the run directory) may take; beyond it those of the oldest steps
+    are deleted. 0: none are written."""
 
     bench: bool = False
     """Measure inference alone: a few batches, then a table."""
@@ -287,7 +230,30 @@ class OrchestratorConfig(ProcessConfig):
     @property
     def staleness_bound(self) -> int:
         """Largest n - v of any token of batch n sampled by weights v; proven in docs/architecture.md."""
-        return self.max_async_level + self.max_off_policy_steps if self.max_async_level else 0
+        is_exact = self.max_async_level == 0 or self.strict_async_level
+        return self.max_async_level + (0 if is_exact else self.max_off_policy_steps)
+
+    @property
+    def env_ratios(self) -> dict[str, float] | None:
+        """How often each environment is drawn, relative to the others. None: in proportion to its examples."""
+        ratios = self.buffer.env_ratios or [env.ratio for env in self.env if env.ratio is not None]
+        return dict(zip((env.label for env in self.env), ratios, strict=True)) if ratios else None
+
+    def advantage_of(self, env: TrainEnvConfig) -> AnyAdvantageConfig:
+        """How rewards of the environment become advantages."""
+        return env.advantage or self.advantage or RewardAdvantageConfig()
+
+    def kl_weight(self, env: TrainEnvConfig) -> float:
+        """Weight of the environment's sampled tokens in the KL to the teacher."""
+        if self.teacher_model is None:
+            return 0.0
+        return self.teacher_model.kl_weight if env.kl_weight is None else env.kl_weight
+
+    def is_taught(self, env: TrainEnvConfig) -> bool:
+        """Whether the environment's rollouts learn from a teacher: by the KL, or, where none does, by the advantage."""
+        if self.teacher_model is None:
+            return False
+        return self.kl_weight(env) > 0 or not any(self.kl_weight(other) for other in self.env)
 
     @field_validator("env")
     @classmethod
@@ -300,21 +266,14 @@ class OrchestratorConfig(ProcessConfig):
 
     @field_validator("sampling")
     @classmethod
-    def _training_needs_a_temperature(cls, value: TrainSamplingConfig) -> TrainSamplingConfig:
-        if value.temperature == 0:
-            raise Conflict(
-                "temperature 0 is greedy: every rollout of a group would be the same; set it above 0", "temperature"
-            )
-        bent = [f"extra_body.{key}" for key, field in sorted(value.extra_body.items()) if _bends_sampling(key, field)]
-        bent += ["min_tokens"] if value.min_tokens else []
-        bent += ["repetition_penalty"] if value.repetition_penalty != 1 else []
-        if bent:
-            raise Conflict(f"{_BENDS}; remove {' and '.join(bent)}", *bent)
+    def _samples_from_the_policy(cls, value: TrainSamplingConfig) -> TrainSamplingConfig:
+        check_is_policy(value)
         return value
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Any:
-        if self.batch_size % self.rollouts_per_example:
+        in_tokens = self.token_batch_size is not None
+        if not in_tokens and self.batch_size % self.rollouts_per_example:
             down = self.batch_size - self.batch_size % self.rollouts_per_example
             raise Conflict(
                 "batch_size must be divisible by rollouts_per_example; try batch_size "
@@ -322,7 +281,7 @@ class OrchestratorConfig(ProcessConfig):
                 "batch_size",
                 "rollouts_per_example",
             )
-        if self.batch_size < self.num_train_workers:
+        if not in_tokens and self.batch_size < self.num_train_workers:
             raise Conflict(
                 f"{self.batch_size} rollouts leave some of {self.num_train_workers} ranks of the trainer without work; "
                 f"set batch_size to {self.num_train_workers} or more, or give the trainer fewer GPUs",
@@ -338,6 +297,16 @@ class OrchestratorConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _only_what_was_sampled(self) -> Any:
+        if not self.mask_env_responses:
+            raise Conflict(
+                "what the environment wrote was not sampled by the policy, so it has no importance ratio to train by; "
+                "remove mask_env_responses, and to learn such tokens use sft (cross-entropy)",
+                "mask_env_responses",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Any:
         if self.buffer.env_ratios is not None and len(self.buffer.env_ratios) != len(self.env):
             raise Conflict(
@@ -346,10 +315,60 @@ class OrchestratorConfig(ProcessConfig):
                 "buffer.env_ratios",
                 "env",
             )
+        if self.buffer.env_ratios is not None and self.env[0].ratio is not None:
+            ratios = (f"env.{index}.ratio" for index in range(len(self.env)))
+            raise Conflict(
+                "set either buffer.env_ratios or each environment's ratio: both say how often it is drawn",
+                "buffer.env_ratios",
+                *ratios,
+            )
         if self.token_batch_size is not None and "batch_size" in self.model_fields_set and self.batch_size != 128:
             raise Conflict(
                 "set either batch_size or token_batch_size: both say when a batch is full",
                 "batch_size",
                 "token_batch_size",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> Any:
+        schedule = self.sampling.temp_scheduler
+        if schedule is not None and schedule.total_steps is None and self.max_steps is None:
+            raise Conflict(
+                "a run without an end has no last temperature; set sampling.temp_scheduler.total_steps, or max_steps",
+                "sampling.temp_scheduler.total_steps",
+                "max_steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_learned(self) -> Any:
+        """Every environment has something to learn from."""
+        if self.buffer.skip_verification and self.teacher_model is None:
+            raise Conflict(
+                "without rewards there is only a teacher to learn from: add [orchestrator.teacher_model], or drop "
+                "skip_verification",
+                "buffer.skip_verification",
+                "teacher_model",
+            )
+        for index, env in enumerate(self.env):
+            advantage, key = self.advantage_of(env), f"env.{index}.advantage" if env.advantage else "advantage"
+            if env.kl_weight is not None and self.teacher_model is None:
+                needs = "kl_weight needs a teacher: add [orchestrator.teacher_model]"
+                raise Conflict(needs, f"env.{index}.kl_weight", "teacher_model")
+            if isinstance(advantage, DistillationConfig) and not self.kl_weight(env):
+                raise Conflict(
+                    "distillation learns from the KL to a teacher alone: add [orchestrator.teacher_model] with a "
+                    "kl_weight above 0",
+                    f"{key}.type",
+                    "teacher_model",
+                )
+            is_alone = self.rollouts_per_example == 1
+            if isinstance(advantage, AdvantageConfig) and advantage.leave_one_out and is_alone:
+                raise Conflict(
+                    "leave_one_out compares a rollout to the others of its example, and there are none; set "
+                    "rollouts_per_example to 2 or more",
+                    f"{key}.leave_one_out",
+                    "rollouts_per_example",
+                )
         return self

@@ -16,11 +16,8 @@ from prime_rl.config.schema import Path, default_of, find
 
 TENSOR_PARALLEL = "tensor parallelism"
 SPEED = "the trainer's matrix products in 8 bits"
-ALGORITHMS = "the full set of losses, optimizers and advantages"
 VLLM = "the vLLM backend"
 HF_CODE = "models of other architectures"
-ORCHESTRATOR = "the full orchestrator"
-ONLINE_EVAL = "evaluation during training"
 CHECKPOINTS = "checkpoints and resume"
 MONITORS = "monitors"
 EVALUATION = "the full evaluation"
@@ -58,13 +55,6 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("OrchestratorConfig.advantage", "OrchestratorConfig.teacher_model", "RLConfig.teacher_inference"),
-            *("RLConfig.teacher_gpu_ids", "TrainSamplingConfig.temp_scheduler"),
-        ],
-        Pending(ALGORITHMS),
-    ),
-    **dict.fromkeys(
-        [
             *("RLConfig.deployment", "RLConfig.slurm", "SFTConfig.slurm", "InferenceConfig.deployment"),
             *("TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport", "ClientConfig.elastic"),
         ],
@@ -72,16 +62,10 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("OrchestratorConfig.val", "OrchestratorConfig.buffer", "OrchestratorConfig.filters"),
-            *("OrchestratorConfig.renderer", "OrchestratorConfig.token_batch_size", "TrainEnvConfig.ratio"),
-            *("OrchestratorConfig.oversampling_factor", "OrchestratorConfig.mask_env_responses"),
-            *("OrchestratorConfig.strict_async_level", "OrchestratorConfig.tasks_per_minute"),
+            *("_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"),
+            *("BufferConfig.easy_fraction", "BufferConfig.hard_fraction", "BufferConfig.hash_keys"),
+            "OnlineEvalConfig.skip_eval_on_resume",
         ],
-        Pending(ORCHESTRATOR),
-    ),
-    "OrchestratorConfig.eval": Pending(ONLINE_EVAL),
-    **dict.fromkeys(
-        ["_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"],
         Pending(CHECKPOINTS),
     ),
     **dict.fromkeys(

@@ -27,6 +27,10 @@ _TRAINED = ("trainer", "orchestrator")
 _ALL = ("trainer", "orchestrator", "inference")
 
 
+TEACHER_PORT_OFFSET = 100
+"""The teacher's server listens so far above the policy's, unless its port is given."""
+
+
 def _in(components: tuple[str, ...], key: str) -> tuple[str, ...]:
     return tuple(f"{component}.{key}" for component in components)
 
@@ -61,8 +65,8 @@ class RLConfig(ProcessConfig):
         "seq_len": ("trainer.model.seq_len", "orchestrator.seq_len"),
         "max_model_len": ("inference.model.max_model_len",),
         "seed": _in(_ALL, "seed"),
-        "output_dir": _in(_ALL, "output_dir"),
-        **{f"log.{key}": _in(_ALL, f"log.{key}") for key in SharedLogConfig.model_fields},
+        "output_dir": _in((*_ALL, "teacher_inference"), "output_dir"),
+        **{f"log.{key}": _in((*_ALL, "teacher_inference"), f"log.{key}") for key in SharedLogConfig.model_fields},
         **{f"ckpt.{key}": _in(_TRAINED, f"ckpt.{key}") for key in SharedCheckpointConfig.model_fields},
         **{f"wandb.{key}": _in(_TRAINED, f"wandb.{key}") for key in ("project", "offline", "dir")},
         "weight_broadcast.type": _in(_ALL, "weight_broadcast.type"),
@@ -82,7 +86,9 @@ class RLConfig(ProcessConfig):
     """The server to start; an empty table starts one with defaults. None: one is running at orchestrator.client."""
 
     teacher_inference: InferenceConfig | None = None
-    """The teacher's server to start. None: none, or one is running at orchestrator.teacher_model.client."""
+    """The teacher's server to start, with the model of `orchestrator.teacher_model`, 100 ports above the policy's and
+    with room for `seq_len` tokens and one more where nothing else is said. None: none, or one is running at
+    orchestrator.teacher_model.client."""
 
     model: SharedModelConfig = Field(default_factory=SharedModelConfig)
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig)
@@ -132,6 +138,7 @@ class RLConfig(ProcessConfig):
         _fit_parallelism_to_gpus(values)
         _serve_adapter(values)
         _meet_server(values)
+        _serve_teacher(values)
 
     @model_validator(mode="after")
     def _server_and_client_meet(self) -> Any:
@@ -156,8 +163,11 @@ class RLConfig(ProcessConfig):
             ids = getattr(self, key)
             if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
                 raise Conflict(f"{key} must be different indices from 0, at least one", key)
-        if self.inference is not None and self.inference_gpu_ids is not None:
-            _check_parallelism(self.inference.parallel, len(self.inference_gpu_ids))
+        for server in ("inference", "teacher_inference"):
+            ids_key = "inference_gpu_ids" if server == "inference" else "teacher_gpu_ids"
+            config, ids = getattr(self, server), getattr(self, ids_key)
+            if config is not None and ids is not None:
+                _check_parallelism(config.parallel, len(ids), f"{server}.parallel", ids_key)
         ranks, copies = len(self.trainer_gpu_ids or (0,)), self.trainer.model.dp_replicate
         if ranks % copies:
             raise Conflict(
@@ -202,7 +212,9 @@ class RLConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _teacher(self) -> Any:
-        if self.trainer.loss.type != "custom" and self.trainer.loss.teacher_tau and not self.orchestrator.teacher_model:
+        loss, orchestrator = self.trainer.loss, self.orchestrator
+        in_advantage = loss.type == "custom" or loss.teacher_tau > 0
+        if loss.type != "custom" and loss.teacher_tau and not orchestrator.teacher_model:
             raise Conflict(
                 "trainer.loss.teacher_tau needs a teacher: add [orchestrator.teacher_model]",
                 "trainer.loss.teacher_tau",
@@ -214,12 +226,42 @@ class RLConfig(ProcessConfig):
                 "teacher_gpu_ids",
                 "teacher_inference",
             )
+        if orchestrator.teacher_model and not in_advantage and not any(map(orchestrator.kl_weight, orchestrator.env)):
+            raise Conflict(
+                "nothing is learned from the teacher: set orchestrator.teacher_model.kl_weight (KL to it, 1 for plain "
+                "distillation), or trainer.loss.teacher_tau (its log-ratio in the advantage)",
+                "orchestrator.teacher_model.kl_weight",
+                "trainer.loss.teacher_tau",
+                "orchestrator.teacher_model" if self.teacher_inference is None else "teacher_inference",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_and_client_meet(self) -> Any:
+        teacher, model = self.teacher_inference, self.orchestrator.teacher_model
+        if teacher is None or model is None:
+            return self
+        port = teacher.server.port
+        if all(urlsplit(address).port != port for address in model.client.base_url):
+            raise Conflict(
+                f"the teacher's server listens on port {port}, where orchestrator.teacher_model.client.base_url does "
+                "not lead; set teacher_inference.server.port to match, or leave [teacher_inference] out to use a "
+                "running server",
+                "orchestrator.teacher_model.client.base_url",
+                "teacher_inference.server.port",
+            )
+        if self.inference is not None and self.inference.server.port == port:
+            raise Conflict(
+                f"the policy's server and the teacher's would both listen on port {port}; give each its own",
+                "inference.server.port",
+                "teacher_inference.server.port",
+            )
         return self
 
 
-def _check_parallelism(parallel: ParallelConfig, gpus: int) -> None:
-    """The server's copies fill its GPUs. Raises: Conflict with advice on what was set."""
-    ids, tp, dp = "inference_gpu_ids", "inference.parallel.tp", "inference.parallel.dp"
+def _check_parallelism(parallel: ParallelConfig, gpus: int, key: str, ids: str) -> None:
+    """A server's copies fill its GPUs. `key`: where `parallel` stands. Raises: Conflict with advice on what was set."""
+    tp, dp = f"{key}.tp", f"{key}.dp"
     if gpus % parallel.tp:
         raise Conflict(
             f"a tp of {parallel.tp} does not divide {gpus} GPUs; set {tp} to one of {_divisors(gpus)}", tp, ids
@@ -281,10 +323,13 @@ def _fit_server_to_run(values: Values) -> None:
 
 def _fit_parallelism_to_gpus(values: Values) -> None:
     """The GPUs that are named decide over copies of the model, and over ranks of the trainer."""
+    for server, key in (("inference", "inference_gpu_ids"), ("teacher_inference", "teacher_gpu_ids")):
+        ids, tp, dp = values.get((key,)), values.get((server, "parallel", "tp"), default=1), (server, "parallel", "dp")
+        is_named = _is_on(values, server) and isinstance(ids, list) and values.get(dp) is None
+        if is_named and (shards := whole_number(tp)) and len(ids) % shards == 0:
+            values.fill(dp, len(ids) // shards, (key,))
     ids, tp = values.get(("inference_gpu_ids",)), values.get(("inference", "parallel", "tp"), default=1)
-    if _is_on(values, "inference") and isinstance(ids, list) and (shards := whole_number(tp)):
-        if values.get(("inference", "parallel", "dp")) is None and len(ids) % shards == 0:
-            values.fill(("inference", "parallel", "dp"), len(ids) // shards, ("inference_gpu_ids",))
+    if _is_on(values, "inference") and isinstance(ids, list) and whole_number(tp):
         for component in _TRAINED:
             nccl = (component, "weight_broadcast", "inference_world_size")
             is_nccl = values.get((component, "weight_broadcast", "type")) in ("nccl", "auto")
@@ -320,3 +365,26 @@ def _meet_server(values: Values) -> None:
     if _is_on(values, "inference") and values.get(("orchestrator", "client", "base_url")) is None:
         address = f"http://{host}:{port}/v1"
         values.fill(("orchestrator", "client", "base_url"), [address], ("inference", "server", "port"))
+
+
+def _serve_teacher(values: Values) -> None:
+    """The teacher's server has the teacher's model and room for whole samples, and the orchestrator asks it."""
+    if not _is_on(values, "teacher_inference"):
+        return
+    model, asked = ("teacher_inference", "model", "name"), ("orchestrator", "teacher_model", "model", "name")
+    for path, other in ((model, asked), (asked, model)):
+        if values.get(path) is None and values.get(other) is not None:
+            values.fill(path, values.get(other), other)
+    room = ("teacher_inference", "model", "max_model_len")
+    seq_len = whole_number(values.get(("seq_len",), default=RLConfig.model_fields["seq_len"].default))
+    if values.get(room) is None and seq_len is not None:  # a server samples one token, whatever it is asked
+        values.fill(room, seq_len + 1, ("seq_len",), f"follows seq_len: {values.origin(('seq_len',))}")
+    place = ("teacher_inference", "server", "port")
+    if values.get(place) is None:
+        first = whole_number(values.get(("inference", "server", "port"), default=ServerConfig().port))
+        values.fill(place, (first or ServerConfig().port) + TEACHER_PORT_OFFSET, ("teacher_inference",))
+    if values.get(("orchestrator", "teacher_model", "client", "base_url")) is None:
+        host = values.get(("teacher_inference", "server", "host"), default="localhost")
+        host = "localhost" if host in ("0.0.0.0", "::") else host
+        address = f"http://{host}:{values.get(place)}/v1"
+        values.fill(("orchestrator", "teacher_model", "client", "base_url"), [address], place)

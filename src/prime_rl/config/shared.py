@@ -192,8 +192,29 @@ class EnvConfig(BaseConfig):
     api: Literal["auto", "classic", "v1"] = "auto"
     """API of verifiers that the package is written for. auto: classic where it has `load_environment`, else v1."""
 
+    agent: dict[str, Any] = {}
+    """Fields of the agents that play a v1 taskset: `harness`, `runtime`, `max_turns` and others. Unset ones are the
+    taskset's; the runtime is a subprocess of the worker."""
+
     name: str | None = None
     """Name in metrics and paths. None: the id."""
+
+    rollout_timeout: float | None = Field(default=None, gt=0)
+    """Seconds a rollout of this environment may take, scoring included. None: as for all."""
+
+    score_timeout: float | None = Field(default=None, gt=0)
+    """Seconds the reward functions may take for a rollout (for a group, where they look at groups) before it counts as
+    failed. None: what is left of the rollout's time."""
+
+    max_memory_gb: float | None = Field(default=None, gt=0)
+    """GiB that a worker of this environment, with the processes it starts, may hold; one that holds more is ended, and
+    its rollouts are run again. None: no limit."""
+
+    max_cpus: int | None = Field(default=None, ge=1)
+    """CPU cores that a worker may use (on Linux). None: all."""
+
+    niceness: int = Field(default=0, ge=0, le=19)
+    """How far the workers stand back behind other processes: 0 not at all, 19 the most."""
 
     @property
     def label(self) -> str:

@@ -24,7 +24,7 @@ Stream = Literal["rl", "ce", "ref_kl"]
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 # Engines compute log-softmax in float32, so a certain token's logprob may be a rounding error above zero.
-_LOGPROB_TOLERANCE: Final = 1e-4
+LOGPROB_TOLERANCE: Final = 1e-4
 
 
 class ArrayStruct(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -117,7 +117,7 @@ class _Streamed(ArrayStruct, frozen=True, kw_only=True, eq=False):
             raise DataError(f"{owner}: by its weights (rl, ce, ref_kl), token {wrong[0]} is {told}")
         if self.ref_logprobs is not None:
             _check_array(owner, "ref_logprobs", self.ref_logprobs, np.float32, num_tokens, gaps=True)
-            if (self.ref_logprobs > _LOGPROB_TOLERANCE).any():
+            if (self.ref_logprobs > LOGPROB_TOLERANCE).any():
                 raise DataError(f"{owner}: ref_logprobs contains {np.nanmax(self.ref_logprobs)}, above 0")
         if self.num_without_reference("ref_kl"):
             raise DataError(f"{owner}: it has ref_kl_weights where it has no ref_logprobs, so nothing to compare to")
@@ -169,7 +169,7 @@ class TrainingSample(_Streamed, frozen=True, kw_only=True, eq=False):
                 )
         if self.logprobs[~sampled].any():
             raise DataError(f"{owner}: a token that no policy sampled has a logprob")
-        if self.logprobs.max() > _LOGPROB_TOLERANCE:
+        if self.logprobs.max() > LOGPROB_TOLERANCE:
             raise DataError(f"{owner}: logprobs contains {self.logprobs.max()}, above 0")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise DataError(f"{owner}: temperature is {self.temperature}; training needs one above 0")

@@ -1,8 +1,9 @@
 """Starts a plan on this machine and watches it.
 
 Each process runs in a session of its own, so that a Ctrl-C reaches the launcher alone, which then stops all of them in
-order. When one fails, the rest are stopped and the error names it, with the reason it gave and its last lines; only of
-several servers one may die. A launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
+order, the trainer once the weights that it is writing are there; a second Ctrl-C ends all of them at once. When one
+fails, the rest are stopped and the error names it, with the reason it gave and its last lines; only of several servers
+one may die. A launcher that is killed leaves nothing behind: every process watches it (`lifeline`).
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import deque
@@ -36,9 +38,10 @@ from prime_rl.launch.machine import Machine, ProcessSpec
 from prime_rl.launch.plan import config_path
 from prime_rl.launch.servers import ROUTER
 from prime_rl.monitors.events import EventLog
-from prime_rl.paths import RunPaths
+from prime_rl.paths import RunPaths, drafts
 
 POLL_S = 0.2
+ENDING_POLL_S = 0.05
 GRACE_S = 5.0
 NUM_LAST_LINES = 15
 PROBE_TIMEOUT_S = 2.0
@@ -125,6 +128,7 @@ def run_local(specs: Sequence[ProcessSpec], output_dir: Path, on_tick: Callable[
     that it started is left running.
     """
     running: list[_Running] = []
+    hurry = threading.Event()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _raise_stopped)
     try:
@@ -136,8 +140,8 @@ def run_local(specs: Sequence[ProcessSpec], output_dir: Path, on_tick: Callable[
         on_tick()
     finally:
         for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
-        _stop(running)
+            signal.signal(number, lambda *_: hurry.set())
+        _stop(running, RunPaths(output_dir), hurry)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -195,9 +199,9 @@ def _finished(running: Sequence[_Running], events: Path) -> bool:
 
 
 def _is_survived(one: _Running, running: Sequence[_Running]) -> bool:
-    """Whether it is one of several servers, and another one still runs."""
-    others = [other for other in running if other is not one and other.spec.command == one.spec.command]
-    return one.spec.is_service and any(other.process.poll() is None for other in others)
+    """Whether it is one of several servers that do the same work, and another one still runs."""
+    others = [other for other in running if other is not one and other.spec.pool == one.spec.pool]
+    return one.spec.is_service and bool(one.spec.pool) and any(other.process.poll() is None for other in others)
 
 
 def _how_it_ended(one: _Running) -> str:
@@ -219,17 +223,15 @@ def _obituary(one: _Running) -> str:
     return f"{_how_it_ended(one)}{said}\nthe last lines of {one.log}:\n{quoted}"
 
 
-def _stop(running: Sequence[_Running]) -> None:
-    """Ask every process to end, then make it; descendants that left its session included."""
+def _stop(running: Sequence[_Running], paths: RunPaths, hurry: threading.Event) -> None:
+    """Ask every process to end, then make it; descendants that left its session included. `hurry`: at once."""
     families = [family for one in running for family in _family(one)]
     for one in running:
         if one.process.poll() is None:
             one.process.terminate()
-    deadline = time.monotonic() + GRACE_S
+    _wait_for_ends(running, paths, hurry)
     for one in running:
-        try:
-            one.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if one.process.poll() is None:
             one.process.kill()
             one.process.wait()
     for process in families:
@@ -237,6 +239,24 @@ def _stop(running: Sequence[_Running]) -> None:
             process.kill()  # psutil checks the start time: a reused pid is never hit
         except psutil.NoSuchProcess:
             continue
+
+
+def _wait_for_ends(running: Sequence[_Running], paths: RunPaths, hurry: threading.Event) -> None:
+    """Until all have ended, for GRACE_S at most; as long as the trainer is writing weights, longer."""
+    start = seen = time.monotonic()
+    is_told = False
+    while any(one.process.poll() is None for one in running) and not hurry.wait(ENDING_POLL_S):
+        now = time.monotonic()
+        has_trainer = any(one.spec.command == "trainer" and one.process.poll() is None for one in running)
+        written = [*drafts(paths.weights), *drafts(paths.merged)] if has_trainer else []
+        if written and now < start + lifeline.WRITING_S:
+            seen = now
+        if now >= seen + GRACE_S:
+            return
+        if written and now >= start + GRACE_S and not is_told:
+            is_told = True
+            where = ", ".join(str(draft.parent) for draft in written)
+            print(f"waiting for the trainer to write weights to {where}; Ctrl-C ends it now", file=sys.stderr)
 
 
 def _family(one: _Running) -> list[psutil.Process]:

@@ -23,6 +23,8 @@ class ProcessSpec:
     """Added to the environment of the launcher."""
     num_ranks: int = 1
     """Processes that do its work together on this machine; more than one are started and watched by torchrun."""
+    pool: str = ""
+    """Services of one pool do the same work: one may end while another runs."""
     is_service: bool = False
     """Runs until the others are done, and is then stopped; the others end by themselves."""
     owns_terminal: bool = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prime_rl.config.artifacts import AutoBroadcastConfig, NCCLBroadcastConfig, WeightBroadcastConfig
 from prime_rl.config.evals import EvalConfig
+from prime_rl.config.orchestrator import TeacherConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
@@ -38,6 +39,7 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     over_nccl = over_nccl and config.trainer.model.lora is None  # adapters are files, of megabytes
     if isinstance(config.trainer.weight_broadcast, NCCLBroadcastConfig) and is_known:
         _check_nccl(config, machine, inference_ids, trainer_ids)
+    num_shares = 2 if config.teacher_inference is None else 3  # trainer, policy's server and teacher's
     serving = Serving(client=config.orchestrator.client)
     if config.inference is not None:
         server = config.inference
@@ -47,20 +49,24 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
         kind = _resolved(config.trainer.weight_broadcast, 1, None, over_nccl=over_nccl).type
         told = server.weight_broadcast.model_copy(update={"type": kind})
         server = server.model_copy(update={"weight_broadcast": told})
-        serving = plan_servers(server, config.orchestrator.client, machine, inference_ids)
+        serving = plan_servers(server, config.orchestrator.client, machine, inference_ids, num_others=num_shares - 1)
+    teacher = _plan_teacher(config, machine, {*inference_ids, *trainer_ids}, num_others=num_shares - 1)
     both = (config.trainer.weight_broadcast, config.orchestrator.weight_broadcast)
     port = None if any("port" in broadcast.model_fields_set for broadcast in both) else machine.free_port
     broadcasts = {
         name: {"weight_broadcast": _resolved(component.weight_broadcast, len(inference_ids), port, over_nccl=over_nccl)}
         for name, component in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
     }
-    orchestrator = config.orchestrator.model_copy(update={"client": serving.client, **broadcasts["orchestrator"]})
+    orchestrator = config.orchestrator.model_copy(
+        update={"client": serving.client, **broadcasts["orchestrator"], **_teacher_model(config, teacher)}
+    )
     trainer = config.trainer.model_copy(update=broadcasts["trainer"])
-    key = _client_key(config.inference.api_key if config.inference else None, config.orchestrator.client)
-    env = placed(machine, trainer_ids, num_ranks=num_ranks)
+    env = placed(machine, trainer_ids, num_shares=num_shares, num_ranks=num_ranks)
+    in_control = placed(machine, ()) | _client_keys(config)
     return [
         *serving.specs,
-        ProcessSpec(name="orchestrator", command="orchestrator", config=orchestrator, env=placed(machine, ()) | key),
+        *teacher.specs,
+        ProcessSpec(name="orchestrator", command="orchestrator", config=orchestrator, env=in_control),
         ProcessSpec(name="trainer", command="trainer", config=trainer, env=env, num_ranks=num_ranks),
     ]
 
@@ -71,10 +77,29 @@ def plan_eval(config: EvalConfig, machine: Machine) -> list[ProcessSpec]:
     server = config.inference.model_copy(update={"model": model, "output_dir": config.output_dir})
     client = ClientConfig(base_url=(f"http://localhost:{server.server.port}/v1",))
     ids = tuple(range(min(len(machine.gpus), server.parallel.dp * server.parallel.tp)))
-    serving = plan_servers(server, client, machine, ids, num_trainers=0)
+    serving = plan_servers(server, client, machine, ids, num_others=0)
     runner = config.model_copy(update={"client": serving.client})
     env = placed(machine, ()) | _client_key(server.api_key, client)
     return [*serving.specs, ProcessSpec(name="eval", command="eval", config=runner, env=env, owns_terminal=True)]
+
+
+def _plan_teacher(config: RLConfig, machine: Machine, taken: set[int], *, num_others: int) -> Serving:
+    """The processes of the teacher's server, if one is started. `taken`: GPUs of policy's server and trainer."""
+    model = config.orchestrator.teacher_model
+    client = ClientConfig() if model is None else model.client
+    server = config.teacher_inference
+    if server is None:
+        return Serving(client=client)
+    ids = config.teacher_gpu_ids or ()
+    if taken & set(ids) and "gpu_memory_utilization" not in server.model_fields_set:
+        server = server.model_copy(update={"gpu_memory_utilization": SHARED_GPU_UTILIZATION})
+    return plan_servers(server, client, machine, ids, num_others=num_others, name="teacher")
+
+
+def _teacher_model(config: RLConfig, serving: Serving) -> dict[str, TeacherConfig]:
+    """What changes in the orchestrator's configuration: where the teacher is reached."""
+    model = config.orchestrator.teacher_model
+    return {} if model is None else {"teacher_model": model.model_copy(update={"client": serving.client})}
 
 
 def config_path(spec: ProcessSpec, output_dir: Path) -> Path:
@@ -133,7 +158,8 @@ def _gpu_ids(config: RLConfig, machine: Machine) -> tuple[Sequence[int], Sequenc
     inference = config.inference_gpu_ids or _first_gpus(config, num_gpus)
     if config.trainer.device == "cpu":
         return inference, ()
-    free = [gpu for gpu in range(num_gpus) if gpu not in inference]
+    taken = {*inference, *(config.teacher_gpu_ids or ())}
+    free = [gpu for gpu in range(num_gpus) if gpu not in taken]
     trainer = config.trainer_gpu_ids or ((free[0] if free else num_gpus - 1,) if num_gpus else ())
     return inference, trainer
 
@@ -159,6 +185,21 @@ def _first_gpus(config: RLConfig, num_gpus: int) -> Sequence[int]:
             "(CUDA_VISIBLE_DEVICES counts)"
         )
     return range(needed)
+
+
+def _client_keys(config: RLConfig) -> dict[str, str]:
+    """The keys of the servers that are started, for the orchestrator. Raises: ConfigError for two in one variable."""
+    keys = _client_key(config.inference.api_key if config.inference else None, config.orchestrator.client)
+    model = config.orchestrator.teacher_model
+    if config.teacher_inference is None or model is None:
+        return keys
+    of_teacher = _client_key(config.teacher_inference.api_key, model.client)
+    if any(keys.get(name, key) != key for name, key in of_teacher.items()):
+        raise ConfigError(
+            f"the policy's server and the teacher's have different keys, and both are sent from the variable "
+            f"{model.client.api_key_var}; set orchestrator.teacher_model.client.api_key_var to another name"
+        )
+    return keys | of_teacher
 
 
 def _client_key(api_key: str | None, client: ClientConfig) -> dict[str, str]:

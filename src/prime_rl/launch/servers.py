@@ -18,6 +18,8 @@ from prime_rl.launch.machine import Machine, ProcessSpec, placed
 
 MAX_PORT = 65535
 ROUTER = "vllm-router"
+SECTIONS = {"inference": "inference", "teacher": "teacher_inference"}
+"""Name of the processes -> where they are configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +38,31 @@ def uses_vllm(config: InferenceConfig, machine: Machine, gpu_ids: Sequence[int])
 
 
 def plan_servers(
-    config: InferenceConfig, client: ClientConfig, machine: Machine, gpu_ids: Sequence[int], *, num_trainers: int = 1
+    config: InferenceConfig,
+    client: ClientConfig,
+    machine: Machine,
+    gpu_ids: Sequence[int],
+    *,
+    num_others: int = 1,
+    name: str = "inference",
 ) -> Serving:
-    """The processes that serve with `config` on these GPUs.
+    """The processes that serve with `config` on these GPUs, called `name`.
 
-    `num_trainers`: processes that need cores of a machine without GPUs beside them.
+    `num_others`: processes that need cores of a machine without GPUs beside them.
     Raises: ConfigError where the embedded engine cannot be spread so, ports end, or there is no router.
     """
+    section = SECTIONS[name]
     is_vllm = uses_vllm(config, machine, gpu_ids)
     if not is_vllm and config.parallel.tp > 1:
         raise ConfigError(
-            f"inference.parallel.tp = {config.parallel.tp} needs vLLM, and the embedded engine would serve; set "
-            "inference.parallel.tp to 1 (inference.parallel.dp starts several servers)"
+            f"{section}.parallel.tp = {config.parallel.tp} needs vLLM, and the embedded engine would serve; set "
+            f"{section}.parallel.tp to 1 ({section}.parallel.dp starts several servers)"
         )
     number = 1 if is_vllm else config.parallel.dp
     first_port = config.server.port + config.router
     if first_port + number - 1 > MAX_PORT:
         raise ConfigError(
-            f"{number} servers need ports up to {first_port + number - 1}; set inference.server.port lower"
+            f"{number} servers need ports up to {first_port + number - 1}; set {section}.server.port lower"
         )
     specs = []
     for index in range(number):
@@ -62,13 +71,13 @@ def plan_servers(
         if number > 1:
             one = one.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": 1})})
         ids = gpu_ids if number == 1 else gpu_ids[index : index + 1]
-        env = placed(machine, ids, num_shares=number * (1 + num_trainers))
-        name = "inference" if number == 1 else f"inference-{index}"
-        specs.append(ProcessSpec(name=name, command="inference", config=one, env=env, is_service=True))
+        env = placed(machine, ids, num_shares=number * (1 + num_others))
+        own = name if number == 1 else f"{name}-{index}"
+        specs.append(ProcessSpec(name=own, command="inference", config=one, env=env, pool=name, is_service=True))
     addresses = _addresses(client, config, first_port, number)
     if not config.router:
         return Serving(specs=specs, client=client.model_copy(update={"base_url": addresses}))
-    specs.append(_router(config, machine, addresses))
+    specs.append(_router(config, machine, addresses, section))
     behind = client.model_copy(update={"admin_base_url": addresses})
     return Serving(specs=specs, client=behind)
 
@@ -80,15 +89,14 @@ def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, n
         if len(given) == number:
             return given
         raise ConfigError(
-            f"orchestrator.client.base_url names {len(given)} servers and {number} are started; leave it out, or name "
-            "the first"
+            f"client.base_url names {len(given)} servers and {number} are started; leave it out, or name the first"
         )
     parts = urlsplit(given[0])
     host = parts.netloc.rpartition(":")[0] if parts.port else parts.netloc
     return tuple(urlunsplit(parts._replace(netloc=f"{host}:{first_port + index}")) for index in range(number))
 
 
-def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str]) -> ProcessSpec:
+def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str], section: str) -> ProcessSpec:
     """vllm-router before the servers; turns of a conversation go to the same one (`X-Session-ID`).
 
     It asks nobody for a key: whoever reaches it can add servers, and is sent the client's key. So it listens on
@@ -97,16 +105,17 @@ def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str])
     host = config.server.host
     if host is not None and not config.server.is_loopback:
         raise ConfigError(
-            "inference.router: vllm-router asks nobody for a key, so it may not be reached from other machines, and "
-            f"inference.server.host = {host!r}; leave the host out, or the router"
+            f"{section}.router: vllm-router asks nobody for a key, so it may not be reached from other machines, and "
+            f"{section}.server.host = {host!r}; leave the host out, or the router"
         )
     if machine.router is None:
         raise ConfigError(
-            "inference.router needs vllm-router, which is not installed: pip install vllm-router, or leave the router "
+            f"{section}.router needs vllm-router, which is not installed: pip install vllm-router, or leave the router "
             "out (the orchestrator spreads rollouts over several servers itself)"
         )
     roots = [address.removesuffix("/v1") for address in addresses]
     argv = [machine.router, "--host", "127.0.0.1", "--port", str(config.server.port)]
     argv += ["--worker-urls", *roots, "--policy", "consistent_hash", "--worker-startup-check-interval", "1"]
     argv += ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--log-level", "warning"]
-    return ProcessSpec(name="router", command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)
+    name = "router" if section == "inference" else "teacher-router"
+    return ProcessSpec(name=name, command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)

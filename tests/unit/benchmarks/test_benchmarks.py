@@ -2,8 +2,9 @@
 
 import importlib
 import json
+import math
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,44 @@ def test_ratios_are_taken_within_pairs(modules):
     first, second = modules["inference"].report({("offline", "float32"): runs}).splitlines()[1:]
     assert first.split()[:4] == ["offline", "float32", "embedded", "200"]
     assert second.split() == ["offline", "float32", "vllm", "75", "-", "-", "-", "2.50", "3.00", "2.00"]
+
+
+class Side:
+    """Stands for a process; notes what is asked of it."""
+
+    def __init__(self, name, setting):
+        self.asked = setting.asked
+        self.name = name
+        self.asked.append(f"start {name}")
+
+    def warm_up(self):
+        self.asked.append(f"warm {self.name}")
+
+    def run(self, number):
+        self.asked.append(f"run {self.name} {number}")
+        return {"tokens_per_s": 10.0, "seconds": 1.0}
+
+    def close(self):
+        self.asked.append(f"close {self.name}")
+
+
+@pytest.mark.parametrize(("until", "pairs"), [(0.0, 1), (math.inf, 3)])
+def test_all_sides_start_at_once_and_pairs_that_would_not_fit_are_left_out(modules, monkeypatch, capsys, until, pairs):
+    monkeypatch.setattr(modules["inference"], "Http", Side)
+    asked, runs = [], {"a": [], "b": []}
+    modules["inference"].measure("http", runs, SimpleNamespace(asked=asked, dtype="float32"), 3, until)
+    assert asked[:4] == ["start a", "start b", "warm a", "warm b"]
+    assert asked[4:-2] == [f"run {name} {pair}" for pair in range(pairs) for name in "ab"]
+    assert sorted(asked[-2:]) == ["close a", "close b"]
+    assert len(runs["a"]) == len(runs["b"]) == pairs
+    assert ("no time for more than 1 of 3 pairs" in capsys.readouterr().out) == (pairs == 1)
+
+
+def test_the_cache_of_every_side_holds_all_requests_at_a_time(modules):
+    load = work(modules, concurrency=256, prompt_tokens=128, new_tokens=504)
+    per_token = 2 * 28 * 8 * 128 * 2  # keys and values of 28 layers, 8 heads of 128 in bfloat16
+    expected = 1.25 * 256 * 640 * per_token / 2**30
+    assert modules["inference"].kv_cache_gb("0.6b", "bfloat16", load) == pytest.approx(expected)
 
 
 def test_a_script_tells_how_it_is_used(modules):

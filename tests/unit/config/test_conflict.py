@@ -211,11 +211,58 @@ CASES = [
         ["env.0.id = a (--env.0.id)", "env.1.name = a (--env.1.name)"],
     ),
     (
+        "orchestrator --env.0.id a --env.0.ratio 2 --buffer.env-ratios 1",
+        "set either buffer.env_ratios or each environment's ratio",
+        ["buffer.env_ratios = [1] (--buffer.env-ratios)", "env.0.ratio = 2 (--env.0.ratio)"],
+    ),
+    (
+        "orchestrator --no-mask-env-responses",
+        "what the environment wrote was not sampled by the policy",
+        ["mask_env_responses = false (--no-mask-env-responses)"],
+    ),
+    (
         "orchestrator --batch-size 8 --token-batch-size 9",
         "set either",
         ["batch_size = 8 (--batch-size)", "token_batch_size = 9 (--token-batch-size)"],
     ),
+    # algorithms
+    (
+        "orchestrator --advantage.length-shaping-alpha 1 --advantage.length-penalty",
+        "both make long rollouts worth less",
+        [
+            "advantage.length_shaping_alpha = 1 (--advantage.length-shaping-alpha)",
+            "advantage.length_penalty (--advantage.length-penalty)",
+        ],
+    ),
+    (
+        "orchestrator --env.0.advantage.type default --env.0.advantage.leave-one-out",
+        "set rollouts_per_example to 2 or more",
+        [
+            "env.0.advantage.leave_one_out = true (--env.0.advantage.leave-one-out)",
+            "rollouts_per_example = 1 (default)",
+        ],
+    ),
+    (
+        "orchestrator --advantage.type distillation --teacher-model",
+        "with a kl_weight above 0",
+        ["advantage.type = distillation (--advantage.type)", "teacher_model (--teacher-model)"],
+    ),
+    (
+        "orchestrator --env.0.kl-weight 1",
+        "kl_weight needs a teacher",
+        ["env.0.kl_weight = 1 (--env.0.kl-weight)", "teacher_model = None (default)"],
+    ),
+    (
+        "orchestrator --buffer.skip-verification",
+        "there is only a teacher to learn from",
+        ["buffer.skip_verification = true (--buffer.skip-verification)", "teacher_model = None (default)"],
+    ),
     # sampling
+    (
+        "orchestrator --sampling.temp-scheduler.start-temperature 1 --sampling.temp-scheduler.end-temperature 2",
+        "has no last temperature",
+        ["sampling.temp_scheduler.total_steps = None (default)", "max_steps = None (default)"],
+    ),
     (
         "orchestrator --sampling.temperature 0",
         "set it above 0",
@@ -371,6 +418,33 @@ CASES = [
         "rl --trainer.loss.teacher-tau 1",
         "needs a teacher",
         ["trainer.loss.teacher_tau = 1 (--trainer.loss.teacher-tau)", "orchestrator.teacher_model = None (default)"],
+    ),
+    (
+        "rl --orchestrator.teacher-model",
+        "nothing is learned from the teacher",
+        [
+            "orchestrator.teacher_model.kl_weight = 0.0 (default)",
+            "trainer.loss.teacher_tau = 0.0 (default)",
+            "orchestrator.teacher_model (--orchestrator.teacher-model)",
+        ],
+    ),
+    (
+        "rl --teacher-inference --orchestrator.teacher-model.kl-weight 1 "
+        "--orchestrator.teacher-model.client.base-url http://localhost:7/v1",
+        "the teacher's server listens on port 8100",
+        [
+            "orchestrator.teacher_model.client.base_url = [http://localhost:7/v1] "
+            "(--orchestrator.teacher-model.client.base-url)",
+            "teacher_inference.server.port = 8100 (--teacher-inference)",
+        ],
+    ),
+    (
+        "rl --inference --teacher-inference.server.port 8000 --orchestrator.teacher-model.kl-weight 1",
+        "would both listen on port 8000",
+        [
+            "inference.server.port = 8000 (default)",
+            "teacher_inference.server.port = 8000 (--teacher-inference.server.port)",
+        ],
     ),
     (
         "rl --teacher-gpu-ids 1",

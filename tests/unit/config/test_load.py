@@ -125,7 +125,11 @@ def test_a_component_that_is_off_stays_off():
 
 
 def test_the_defaults_of_shared_keys_agree_between_root_and_components():
-    config = load(RLConfig, ["--inference", "--ckpt", "--wandb"], {})
+    config = load(
+        RLConfig,
+        ["--inference", "--ckpt", "--wandb", "--teacher-inference", "--orchestrator.teacher-model.kl-weight", "1"],
+        {},
+    )
     for root_key, component_keys in RLConfig.shared.items():
         values = set()
         for key in (root_key, *component_keys):

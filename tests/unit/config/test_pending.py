@@ -5,7 +5,7 @@ import pytest
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.pending import PENDING, note_at, wishes
+from prime_rl.config.pending import PENDING, Pending, note_at, wishes
 from prime_rl.config.reference import ROOTS
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.schema import all_sections
@@ -72,7 +72,8 @@ def test_what_the_newest_document_promises_has_a_key_that_waits(promise, flag, k
     assert wished(RLConfig, flag) == [key]
 
 
-def test_a_wish_inside_a_list_is_found(tmp_path: Path):
+def test_a_wish_inside_a_list_is_found(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(PENDING, "TrainEnvConfig.ratio", Pending("ratios"))
     (tmp_path / "o.toml").write_text("[[orchestrator.env]]\nid='a'\nratio=1\n[[orchestrator.env]]\nid='b'\nratio=3\n")
     assert wished(RLConfig, "@", str(tmp_path / "o.toml")) == ["orchestrator.env.0.ratio", "orchestrator.env.1.ratio"]
 

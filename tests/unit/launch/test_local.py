@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -5,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import pytest
 
 from prime_rl import lifeline
 from prime_rl.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from prime_rl.config.load import load
 from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ProcessFailed
+from prime_rl.launch import local
 from prime_rl.launch.local import find_server, named_machine, run_local, this_machine
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.monitors.events import EventTail
@@ -52,14 +56,53 @@ def test_visible_gpus_come_from_the_environment(visible, expected):
     assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == expected
 
 
-def test_a_failing_process_is_named_with_its_reason_and_its_last_lines(tmp_path):
-    config = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
+def lives(name, seconds, code=0, *, command="other", pool="", is_service=False):
+    """A process that is not ours and ends after a while."""
+    argv = (sys.executable, "-c", f"import sys, time; time.sleep({seconds}); sys.exit({code})")
+    return ProcessSpec(name=name, command=command, argv=argv, pool=pool, is_service=is_service)
+
+
+@dataclass
+class Failed:
+    directory: Path
+    config: TrainerConfig
+    reason: str
+    left: list[str]
+    """Command lines of processes that the launcher had started and that are there when it has raised."""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """A run whose trainer finds no model, beside a server that would live on."""
+    directory = tmp_path_factory.mktemp("failed")
+    config = TrainerConfig(model=TrainerModelConfig(name=str(directory / "nothing-here")), output_dir=directory)
+    server = lives("inference", 600, command="inference", is_service=True)
     with pytest.raises(ProcessFailed) as caught:
-        run_local([ProcessSpec(name="trainer", command="trainer", config=config)], tmp_path)
-    text = str(caught.value)
-    assert text.startswith("trainer ended with exit code 1: ")
-    assert "nothing-here" in text.splitlines()[0]
-    assert str(tmp_path / "logs" / "trainer.log") in text
+        run_local([server, ProcessSpec(name="trainer", command="trainer", config=config)], directory)
+    return Failed(directory, config, str(caught.value), left_of(directory))
+
+
+def left_of(directory):
+    """What runs below this process and was started for this directory, or as the server that would live on."""
+    commands = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it just ended, or is a zombie
+            commands.append(" ".join(child.cmdline()))
+    return [words for words in commands if str(directory) in words or "time.sleep(600)" in words]
+
+
+def test_a_failing_process_is_named_with_its_reason_and_its_last_lines(failed):
+    assert failed.reason.startswith("trainer ended with exit code 1: ")
+    assert "nothing-here" in failed.reason.splitlines()[0]
+    assert str(failed.directory / "logs" / "trainer.log") in failed.reason
+
+
+def test_when_one_process_fails_the_others_are_stopped(failed):
+    assert failed.left == []
+
+
+def test_configs_are_written_where_a_process_can_be_started_from_alone(failed):
+    assert load(TrainerConfig, ["@", str(failed.directory / "configs" / "trainer.toml")], {}) == failed.config
 
 
 def test_of_several_ranks_the_one_that_failed_gives_the_reason(tmp_path):
@@ -71,30 +114,11 @@ def test_of_several_ranks_the_one_that_failed_gives_the_reason(tmp_path):
     assert str(caught.value).startswith("trainer ended with exit code 1: out of luck: really\n")
 
 
-def test_when_one_process_fails_the_others_are_stopped(tmp_path, free_port):
-    server = InferenceConfig.model_validate(
-        {"server": {"port": free_port}, "model": {"name": "examples/reverse_text_cpu/model"}}
-    )
-    broken = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
-    specs = [
-        ProcessSpec(name="inference", command="inference", config=server, is_service=True),
-        ProcessSpec(name="trainer", command="trainer", config=broken),
-    ]
-    with pytest.raises(ProcessFailed, match="trainer"):
-        run_local(specs, tmp_path)
-    mine = psutil.Process().children(recursive=True)
-    assert [child for child in mine if "prime_rl.cli" in " ".join(child.cmdline())] == []
-
-
 def test_a_service_that_ends_early_is_a_failure(tmp_path):
     model = InferenceModelConfig(name=str(tmp_path / "nothing-here"))
-    waits_forever = TrainerConfig(model=TrainerModelConfig(name="examples/reverse_text_cpu/model"), output_dir=tmp_path)
-    specs = [
-        ProcessSpec(name="inference", command="inference", config=InferenceConfig(model=model), is_service=True),
-        ProcessSpec(name="trainer", command="trainer", config=waits_forever),
-    ]
+    server = ProcessSpec(name="inference", command="inference", config=InferenceConfig(model=model), is_service=True)
     with pytest.raises(ProcessFailed, match=r"^inference ended with exit code 1"):
-        run_local(specs, tmp_path)
+        run_local([server, lives("trainer", 600)], tmp_path)
 
 
 def test_a_process_ends_when_its_launcher_is_killed(tmp_path):
@@ -151,21 +175,11 @@ def test_a_launcher_token_survives_a_clock_that_is_set(monkeypatch):
     assert lifeline.is_alive(token)
 
 
-def test_configs_are_written_where_a_process_can_be_started_from_alone(tmp_path: Path):
-    config = TrainerConfig(model=TrainerModelConfig(name=str(tmp_path / "nothing-here")), output_dir=tmp_path)
-    with pytest.raises(ProcessFailed):
-        run_local([ProcessSpec(name="trainer", command="trainer", config=config)], tmp_path)
-    assert (tmp_path / "configs" / "trainer.toml").exists()
-
-
-def lives(name, seconds, code=0, *, command="other", is_service=False):
-    """A process that is not ours and ends after a while."""
-    argv = (sys.executable, "-c", f"import sys, time; time.sleep({seconds}); sys.exit({code})")
-    return ProcessSpec(name=name, command=command, argv=argv, is_service=is_service)
-
-
 def test_one_of_several_servers_may_die_and_that_is_told(tmp_path):
-    specs = [lives(f"inference-{i}", s, 3, command="inference", is_service=True) for i, s in enumerate((0.1, 60))]
+    specs = [
+        lives(f"inference-{i}", s, 3, command="inference", pool="inference", is_service=True)
+        for i, s in enumerate((0.1, 60))
+    ]
     run_local([*specs, lives("trainer", 1.5)], tmp_path)
     (event,) = EventTail(tmp_path / "events.jsonl").read()
     assert event == (
@@ -174,7 +188,10 @@ def test_one_of_several_servers_may_die_and_that_is_told(tmp_path):
 
 
 def test_the_last_server_may_not_die(tmp_path):
-    specs = [lives(f"inference-{i}", s, 3, command="inference", is_service=True) for i, s in enumerate((0.1, 1.0))]
+    specs = [
+        lives(f"inference-{i}", s, 3, command="inference", pool="inference", is_service=True)
+        for i, s in enumerate((0.1, 1.0))
+    ]
     with pytest.raises(ProcessFailed, match=r"^inference-\d ended with exit code 3"):
         run_local([*specs, lives("trainer", 60)], tmp_path)
 
@@ -200,3 +217,77 @@ def test_a_machine_that_is_looked_at_has_a_free_port_and_one_that_is_named_none(
     with socket.create_server(("", port)):
         assert 20000 <= port < 32768
     assert named_machine({"CUDA_VISIBLE_DEVICES": "0"}).free_port is None
+
+
+def test_a_teacher_does_not_stand_in_for_a_lost_server(tmp_path):
+    lost = lives("inference", 0.1, 3, command="inference", pool="inference", is_service=True)
+    teacher = lives("teacher", 60, command="inference", pool="teacher", is_service=True)
+    with pytest.raises(ProcessFailed, match="inference ended with exit code 3"):
+        run_local([lost, teacher, lives("trainer", 60)], tmp_path)
+
+
+TRAINER = """
+import signal, sys, time
+from pathlib import Path
+
+draft = Path(sys.argv[1], "weights", ".step_4.tmp-1")
+draft.mkdir(parents=True)
+
+def finish(number, frame):
+    time.sleep(float(sys.argv[2]))
+    draft.rename(draft.with_name("step_4"))
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, finish)
+Path(sys.argv[1], "ready").touch()
+time.sleep(60)
+"""
+
+
+def writing(directory, seconds):
+    """A trainer that is writing weights and needs so long for the rest; beside it a process that fails meanwhile."""
+    argv = (sys.executable, "-c", TRAINER, str(directory), str(seconds))
+    await_it = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\nsys.exit(3)"
+    failing = (sys.executable, "-c", await_it, str(directory / "ready"))
+    return [
+        ProcessSpec(name="trainer", command="trainer", argv=argv),
+        ProcessSpec(name="orchestrator", command="orchestrator", argv=failing),
+    ]
+
+
+def test_a_trainer_that_is_writing_weights_is_waited_for_and_that_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    with pytest.raises(ProcessFailed, match="orchestrator ended with exit code 3"):
+        run_local(writing(tmp_path, 2), tmp_path)
+    assert os.listdir(tmp_path / "weights") == ["step_4"]
+    assert (
+        capfd.readouterr().err
+        == f"waiting for the trainer to write weights to {tmp_path}/weights; Ctrl-C ends it now\n"
+    )
+
+
+def test_it_is_not_waited_for_once_ctrl_c_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    before = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=press_ctrl_c_while_it_ends, args=(before,), daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(ProcessFailed, match="orchestrator ended with exit code 3"):
+        run_local(writing(tmp_path, 60), tmp_path)
+    assert time.monotonic() - start < 30
+    assert os.listdir(tmp_path / "weights") == [".step_4.tmp-1"]
+
+
+def press_ctrl_c_while_it_ends(before):
+    while signal.getsignal(signal.SIGINT) is before:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_a_killed_trainer_has_left_keeps_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    (tmp_path / "weights" / ".step_9.tmp-1").mkdir(parents=True)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    server = ProcessSpec(name="inference", command="inference", argv=(sys.executable, "-c", deaf), is_service=True)
+    start = time.monotonic()
+    run_local([server, lives("trainer", 1.0, command="trainer")], tmp_path)
+    assert time.monotonic() - start < 20

@@ -280,3 +280,44 @@ def test_an_evaluation_has_as_many_servers_as_it_asks_for():
     assert servers(specs) == [("inference-0", "", 8000), ("inference-1", "", 8001)]
     assert specs[2].config.client.base_url == ("http://localhost:8000/v1", "http://localhost:8001/v1")
     assert specs[0].env["OMP_NUM_THREADS"] == "4"
+
+
+TEACHER = ("--inference", "--teacher-inference", "--orchestrator.teacher-model.kl-weight", "1")
+
+
+def test_a_teacher_is_a_server_of_its_own_that_the_orchestrator_asks():
+    flags = ("--orchestrator.teacher-model.model.name", "wise", "--seq-len", "512", "--log.level", "debug")
+    policy, teacher, orchestrator, trainer = plan_rl(rl(*TEACHER, *flags), LAPTOP)
+    assert (teacher.name, teacher.command, teacher.is_service) == ("teacher", "inference", True)
+    assert teacher.config.model.name == orchestrator.config.teacher_model.model.name == "wise"
+    assert teacher.config.model.max_model_len == 513  # a server samples one token behind the longest sample
+    assert (policy.config.server.port, teacher.config.server.port) == (8000, 8100)
+    assert orchestrator.config.teacher_model.client.base_url == ("http://localhost:8100/v1",)
+    assert (teacher.config.log.level, teacher.config.output_dir) == ("debug", trainer.config.output_dir)
+    assert {spec.env["OMP_NUM_THREADS"] for spec in (policy, teacher, trainer)} == {"2"}  # 8 cores for three
+    assert policy.pool != teacher.pool
+
+
+def test_a_teacher_has_the_gpus_that_are_named_for_it_and_the_trainer_another():
+    specs = plan_rl(rl(*TEACHER, "--teacher-gpu-ids", "1,2"), FOUR)
+    found = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
+    assert found == {"inference": "4", "teacher-0": "5", "teacher-1": "6", "orchestrator": "", "trainer": "7"}
+    orchestrator = specs[-2].config
+    addresses = ("http://localhost:8100/v1", "http://localhost:8101/v1")
+    assert orchestrator.teacher_model.client.base_url == addresses
+    shared = plan_rl(rl(*TEACHER, "--teacher-gpu-ids", "0"), FOUR)[1]
+    assert shared.config.gpu_memory_utilization == 0.4
+
+
+def test_a_teacher_that_runs_already_is_not_started():
+    flags = ("--inference", "--orchestrator.teacher-model.kl-weight", "1")
+    assert [spec.name for spec in plan_rl(rl(*flags), LAPTOP)] == ["inference", "orchestrator", "trainer"]
+
+
+def test_two_keys_need_two_variables():
+    keys = ("--inference.api-key", "a", "--teacher-inference.api-key", "b")
+    with pytest.raises(ConfigError, match=r"different keys.*teacher_model.client.api_key_var to another name"):
+        plan_rl(rl(*TEACHER, *keys), LAPTOP)
+    own = ("--orchestrator.teacher-model.client.api-key-var", "TEACHER_KEY")
+    *_, orchestrator, _ = plan_rl(rl(*TEACHER, *keys, *own), LAPTOP)
+    assert (orchestrator.env["OPENAI_API_KEY"], orchestrator.env["TEACHER_KEY"]) == ("a", "b")

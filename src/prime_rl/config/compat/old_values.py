@@ -198,6 +198,11 @@ def advantage(found: Found) -> Writes:
     return [(("advantage", "type"), "default" if name == "drgrpo" else found.value)]
 
 
+def zero_truncated(found: Found) -> Writes:
+    """`zero_truncated_completions`: a switch of the advantage."""
+    return [(("advantage", "zero_truncated"), True)] if truth(found.value) is True else []
+
+
 def loss_variant(found: Found) -> Writes:
     """`loss.variant.type`: variants are types of the loss now."""
     return [(("loss", "type"), {"ratio": "grpo", "clip": "ppo_clip"}.get(found.value, found.value))]

@@ -142,8 +142,12 @@ OLD: Mapping[str, Mapping[str, Entry]] = {
         "advantage.length_weighted_baseline": To("advantage.length_weighted_mean"),
         "collate_mode": Gone("samples are packed", Kind.SCALAR, only=("packing",)),
         "micro_batch_size": Gone("samples are packed into micro-batches of seq_len tokens", Kind.SCALAR),
-        "mask_truncated_completions": Gone("truncated completions are trained on", only=(False,)),
-        "zero_truncated_completions": Gone("truncated completions keep their reward", only=(False,)),
+        "mask_truncated_completions": Gone(
+            "truncated completions are trained on, unless [[filters]] of type truncated leave them out", only=(False,)
+        ),
+        "zero_truncated_completions": Rule(
+            old.zero_truncated, Kind.FLAG, says="the default: truncated completions keep their reward"
+        ),
         "length_bonus": Gone("rewards are the environment's own", Kind.SCALAR, only=(0, 0.0, None)),
         "rollout_path": Refused("batches are written to rollouts/ in the run directory: set output_dir"),
         "weights_path": Refused("weights are read from weights/ in the run directory: set output_dir"),

@@ -133,10 +133,16 @@ RENAMED = [
         "--data.fake.seq-len is now --data.type fake --data.seq-len 64",
     ),
     (
-        "orchestrator --advantage-type rloo",
+        "orchestrator --rollouts-per-example 2 --advantage-type rloo",
         "advantage.leave_one_out",
         "True",
         "--advantage-type is now --advantage.leave-one-out true",
+    ),
+    (
+        "orchestrator --zero-truncated-completions",
+        "advantage.zero_truncated",
+        "True",
+        "--zero-truncated-completions is now --advantage.zero-truncated true",
     ),
     (
         "orchestrator --buffer.type online-difficulty",
@@ -202,7 +208,8 @@ GONE = [
     ),
     (
         "orchestrator --no-mask-truncated-completions",
-        "--no-mask-truncated-completions is gone: truncated completions are trained on",
+        "--no-mask-truncated-completions is gone: truncated completions are trained on, unless [[filters]] of type "
+        "truncated leave them out",
     ),
     ("orchestrator --sampling.top-p 1", "--sampling.top-p is now always 1, which training needs"),
     ("orchestrator --buffer.type simple", "--buffer.type is now the one kind of buffer"),
@@ -224,7 +231,7 @@ def test_a_key_without_effect_is_accepted_and_says_what_happens_instead(line, no
 
 REFUSED = [
     ("orchestrator --collate-mode padding", "--collate-mode padding has no counterpart: samples are packed"),
-    ("orchestrator --zero-truncated-completions", "--zero-truncated-completions true has no counterpart"),
+    ("orchestrator --mask-truncated-completions", "unless [[filters]] of type truncated leave them out"),
     ("orchestrator --sampling.top-k 5", "remove top_k"),
     ("orchestrator --client.api-key s3cret", "put it into an environment variable"),
     ("orchestrator --buffer.type fifo", "there is no buffer of type 'fifo'"),

@@ -42,8 +42,8 @@ FLAGS = {
     "trainer --scheduler.type None": "scheduler.type: must be constant, linear or cosine, got None (--scheduler.type)",
     "rl --weight-broadcast.type x": "weight_broadcast.type: must be filesystem, nccl or auto, got 'x' "
     "(--weight-broadcast.type)",
-    "orchestrator --filters [{}]": "filters.0.type: must be given, one of gibberish, repetition, zero_advantage "
-    "(--filters)",
+    "orchestrator --filters [{}]": "filters.0.type: must be given, one of gibberish, repetition, zero_advantage, "
+    "truncated (--filters)",
     "trainer --loss.type custom": "loss.import_path: must be given (--loss.type)",
     # keys of another type
     "trainer --scheduler.warmup-steps 3": "scheduler.warmup_steps (--scheduler.warmup-steps) is a key of "
@@ -64,10 +64,9 @@ FLAGS = {
     "'cosine' (--scheduler); write --scheduler.type cosine",
     "trainer --scheduler None": "scheduler: is a table with the keys decay_steps, min_lr, type, warmup_steps, not None "
     "(--scheduler); write --scheduler.type constant",
-    "orchestrator --env my-env": "env.0: is a table with the keys api, args, id, name, ratio, not 'my-env' (--env); "
-    "write --env.0.id my-env",
-    "orchestrator --teacher-model qwen": "teacher_model: is a table with the keys client, model, not 'qwen' "
-    "(--teacher-model); write --teacher-model.client.base-url http://localhost:8000/v1",
+    "orchestrator --env my-env": "env.0: is a table, not 'my-env' (--env); write --env.0.id my-env",
+    "orchestrator --teacher-model qwen": "teacher_model: is a table with the keys client, kl_weight, "
+    "max_concurrent, model, not 'qwen' (--teacher-model); write --teacher-model.kl-weight 0.0",
     "eval --save.disk 3": "save.disk: is a table with the keys path, not '3' (--save.disk); write --save.disk.path 3",
     "rl --trainer t.toml": "trainer: is a table, not 't.toml' (--trainer); to read a file into it, write "
     "--trainer @ t.toml",
