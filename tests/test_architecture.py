@@ -16,7 +16,14 @@ from prime_rl.config.schema import all_sections, documentation, target_of
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "prime_rl").rglob("*.py")) + sorted((ROOT / "environments").rglob("*.py"))
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
-COMMAND_OF_FILE = {"train": "trainer", "orch": "orchestrator", "infer": "inference", "rl_gpu": "rl", "sft_gpu": "sft"}
+COMMAND_OF_FILE = {
+    "train": "trainer",
+    "orch": "orchestrator",
+    "infer": "inference",
+    "rl_gpu": "rl",
+    "mixed": "rl",
+    "sft_gpu": "sft",
+}
 
 
 ALL_SECTIONS = sorted({s for root in ROOTS.values() for s in all_sections(root)}, key=lambda s: s.__name__)
@@ -53,7 +60,7 @@ def test_there_is_no_drawer_for_odds_and_ends():
 def test_every_unit_test_file_mirrors_a_module():
     for path in (ROOT / "tests" / "unit").rglob("test_*.py"):
         relative = path.relative_to(ROOT / "tests" / "unit")
-        if relative.parts[0] in ("examples", "reverse_text", "benchmarks", "scripts"):
+        if relative.parts[0] in ("examples", "higher_lower", "reverse_text", "shop_total", "benchmarks", "scripts"):
             continue  # these test things outside the package
         module = ROOT / "src" / "prime_rl" / relative.parent / (path.stem.removeprefix("test_") + ".py")
         package = module.with_suffix("")
@@ -101,6 +108,17 @@ def test_help_loads_neither_torch_nor_verifiers(command):
     result = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"usage: {command}")
+
+
+def test_a_model_of_one_process_is_made_without_what_takes_seconds_to_import():
+    code = (
+        "import sys, prime_rl.inference.embedded; from prime_rl.models.hf import load_decoder\n"
+        f"load_decoder({str(ROOT / 'examples/reverse_text_cpu/model')!r})\n"
+        "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}\n"
+        "sys.exit(f'loaded {found}' if (found := slow & set(sys.modules)) else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_eval_command_is_ours():

@@ -50,9 +50,14 @@ What vLLM does otherwise for reasons of its own, and the suite therefore does no
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One backend after the other, and last of each what ends its servers."""
 
+    here = Path(__file__).parent
+
     def place(item: pytest.Item) -> tuple[int, bool]:
+        if item.path.parent != here:
+            return (-1, False)
         spec = getattr(item, "callspec", None)
         kind = spec.params.get("kind") if spec else None
+        assert kind or item.get_closest_marker("slow"), f"{item.nodeid} names no backend, so -k would leave it out"
         return (list(KINDS).index(kind) if kind else -1, item.path.name == "test_ends.py")
 
     items.sort(key=place)
@@ -114,7 +119,8 @@ def server(kind: Kind, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def second(kind: Kind, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = {"kv_cache_on_update": "recompute", "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-    running = start(kind, model, tmp_path_factory.mktemp(f"{kind.name}-second"), **keys)
+    directory = tmp_path_factory.mktemp(f"{kind.name}-second")
+    running = start(kind, model, directory, dtype=kind.adapter_dtype, **keys)
     try:
         yield running.await_health()
     finally:
@@ -165,6 +171,11 @@ class Api:
         async with asyncio.timeout(timeout):
             while not holds(await self.metric(name)):  # noqa: ASYNC110 (another process counts)
                 await asyncio.sleep(0.05)
+
+    async def await_tokens(self, more: int) -> None:
+        """Until the server has sampled that many more."""
+        counted = await self.metric("vllm:generation_tokens_total")
+        await self.await_metric("vllm:generation_tokens_total", lambda count: count > counted + more)
 
 
 def http_client(server: Server) -> httpx.AsyncClient:

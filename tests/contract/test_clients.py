@@ -15,6 +15,7 @@ from verifiers.legacy.types import ClientConfig
 
 from tests.contract.conftest import KEY
 from tests.contract.model import ARGUMENTS
+from tests.contract.servers import TOLERANCE
 from tests.contract.test_tools import QUESTION, WEATHER
 
 HI = [{"role": "user", "content": "hi"}]
@@ -48,7 +49,7 @@ async def test_the_renderers_client_sends_and_gets_tokens(client, api, renderer,
     assert answer["content"] == chat["choices"][0]["message"]["content"].strip()
     assert answer["finish_reason"] == chat["choices"][0]["finish_reason"]
     expected = truth.logprobs(answer["prompt_ids"], answer["completion_ids"])
-    assert answer["completion_logprobs"] == pytest.approx(expected, abs=2e-5)
+    assert answer["completion_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
 
 
 async def test_the_renderers_client_finds_the_tool_call(client, api, renderer):
@@ -108,7 +109,7 @@ async def test_verifiers_rolls_out(api, server, renderer, truth, monkeypatch, ki
             assert 1 <= len(tokens["completion_ids"]) <= 8
             assert state["reward"] == len(state["completion"][-1]["content"])
             expected = truth.logprobs(tokens["prompt_ids"], tokens["completion_ids"])
-            assert list(tokens["completion_logprobs"]) == pytest.approx(expected, abs=2e-5)
+            assert list(tokens["completion_logprobs"]) == pytest.approx(expected, abs=TOLERANCE)
         state = await env.rollout(dict(rows[2]), client, api.model, sampling)
         assert state["prompt_too_long"], "a prompt that does not fit is known as one"
     finally:

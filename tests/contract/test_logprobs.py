@@ -5,9 +5,9 @@ import math
 import pytest
 
 from tests.contract.oracle import Sampling
+from tests.contract.servers import TOLERANCE
 
 PROMPT = list(range(40, 60))
-TOLERANCE = 2e-5
 CASES = {
     "plain": Sampling(),
     "temperature": Sampling(temperature=0.7),

@@ -5,10 +5,10 @@ import pytest
 from prime_rl.transport.api import MIN_VERSION_HEADER
 
 BODIES = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 3},
-    "/inference/v1/generate": {"token_ids": [65, 66], "sampling_params": {"max_tokens": 3}},
-    "/v1/generate": {"token_ids": [65, 66], "sampling_params": {"max_tokens": 3}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 3, "ignore_eos": True},
+    "/inference/v1/generate": {"token_ids": [65, 66], "sampling_params": {"max_tokens": 3, "ignore_eos": True}},
+    "/v1/generate": {"token_ids": [65, 66], "sampling_params": {"max_tokens": 3, "ignore_eos": True}},
 }
 
 

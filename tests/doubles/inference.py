@@ -64,6 +64,7 @@ class InferenceDouble:
         self.tokenizer = save_tokenizer(model)
         self.reply: Callable[[str], str] = lambda text: text[::-1]
         self.start()
+        self.context = 512
         self.latency_s = 0.0
         self.update_latency_s = 0.0
         self.logprob = -0.5
@@ -128,7 +129,7 @@ class InferenceDouble:
     async def _models(self, request: Request) -> Response:
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return JSONResponse({"error": {"message": "no key"}}, 401)
-        return JSONResponse({"object": "list", "data": [{"id": str(self.model), "max_model_len": 512}]})
+        return JSONResponse({"object": "list", "data": [{"id": str(self.model), "max_model_len": self.context}]})
 
     async def _pause(self, request: Request) -> Response:
         self.is_paused = True

@@ -25,7 +25,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, device: str =
         port = probe.getsockname()[1]
     # Ranks are forked from a process that has imported all this once, and has no threads.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["prime_rl.trainer.build"])
+    context.set_forkserver_preload(["prime_rl.trainer.build", "torch._dynamo"])  # the second for `fully_shard`
     answers: Any = context.Queue()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     processes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from prime_rl.data.samples import TrainingBatch
@@ -23,13 +24,21 @@ def publish_number(weights: Path, step: int) -> None:
         draft.weights = PublishedWeights(kind="model", digest=digest_of(step), tensors={})
 
 
-async def train(output_dir: Path, *, max_steps: int, step_s: float = 0.0) -> list[TrainingBatch]:
-    """Consume the batches of a run, taking `step_s` for each."""
+async def train(
+    output_dir: Path,
+    *,
+    max_steps: int,
+    step_s: float = 0.0,
+    before_publishing: Callable[[int], Awaitable[object]] | None = None,
+) -> list[TrainingBatch]:
+    """Consume the batches of a run, taking `step_s` for each; `before_publishing` is told the step of the weights."""
     paths = RunPaths(output_dir)
     reader = BatchReader(paths.rollouts)
     batches = []
     for step in range(max_steps):
         batches.append(await asyncio.to_thread(reader.read, step, 60))
         await asyncio.sleep(step_s)
+        if before_publishing is not None:
+            await before_publishing(step + 1)
         await asyncio.to_thread(publish_number, paths.weights, step + 1)
     return batches

@@ -18,10 +18,10 @@ from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FakeMonitor
-from prime_rl.trainer import host_state
 from prime_rl.trainer.ckpt import load_state, save_state
-from prime_rl.trainer.model import TrainedModel, build_model
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.model.build import TrainedModel, build_model
+from prime_rl.trainer.optim import host_state
+from prime_rl.trainer.optim.optimizer import build_optimizer
 from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.rl.loss import build_loss
@@ -161,3 +161,6 @@ class _Publisher:
 
     def catch_up(self) -> None:
         self.num_caught_up += 1
+
+    def finish(self) -> None:
+        pass

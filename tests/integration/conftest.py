@@ -127,10 +127,17 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="package")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """Four steps of `rl` without asynchrony, its trainer over two ranks."""
-    out = tmp_path_factory.mktemp("sharded")
+    """Four steps of `rl` without asynchrony, its trainer over two ranks, its teacher the policy itself; evaluated by
+    itself at every second step, and on held-out examples beside training."""
+    out, port = tmp_path_factory.mktemp("sharded"), str(_free_port())
+    teacher = "--orchestrator.teacher-model"
     run(
-        *("rl", "--model.name", MODEL, "--inference.server.port", str(_free_port()), "--output-dir", str(out)),
+        *("rl", "--model.name", MODEL, "--inference.server.port", port, "--output-dir", str(out)),
+        *(f"{teacher}.model.name", MODEL, f"{teacher}.client.base-url", f"http://localhost:{port}/v1"),
+        *(f"{teacher}.kl-weight", "1"),
+        *("--orchestrator.eval.interval", "2", "--orchestrator.eval.cancel-inflight-rollouts-on-eval"),
+        *("--orchestrator.eval.num-examples", "3", "--orchestrator.eval.rollouts-per-example", "2"),
+        *("--orchestrator.eval.sampling.max-tokens", "8", "--orchestrator.val.num-examples", "4"),
         *("--max-steps", "4", "--seq-len", "128", "--orchestrator.batch-size", "8", "--max-async-level", "0"),
         *("--orchestrator.rollouts-per-example", "4", "--orchestrator.sampling.max-tokens", "8"),
         *("--trainer.optim.lr", "1e-2", "--trainer-gpu-ids", "0,1", "--trainer.device", "cpu"),

@@ -206,7 +206,7 @@ def _transfer(tensors: dict[str, torch.Tensor]) -> dict[str, bool | int]:
         "all were received": not receiving.waiting,
         "in order": list(model.loaded) == list(tensors),
         "bit for bit": all(torch.equal(model.loaded[name], tensor) for name, tensor in tensors.items()),
-        "checksums": engine.arrived.entries() == checksum.entries(tensors),
+        "checksums": engine.arrived.came.entries() == checksum.entries(tensors),
     }
 
 

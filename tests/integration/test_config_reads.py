@@ -17,13 +17,17 @@ from tests.integration.conftest import ROOT
 
 UNIT = "tests/unit"
 NCCL = ("host", "port", "timeout", "inference_world_size")
-ADAPTER = "test_an_adapter_says_what_it_is_and_of_which_model"
 ALWAYS = "test_what_the_server_cannot_do_without_is_always_there"
 CUSTOM = "test_a_function_of_the_users_is_the_policy_gradient"
 SENDER = "test_the_sender_meets_the_servers_where_and_as_long_as_is_configured"
 JOINS = "test_every_server_joins_the_group_behind_the_trainer_with_its_share_of_the_gpus"
+IN_PEFT = "test_peft_loads_what_is_published_and_gives_the_same_logits"
 COMPILED = "test_compiled_layers_give_the_values_and_gradients_of_eager_ones_and_share_their_code"
 DRAWN = "test_weights_are_drawn_from_the_seed_when_asked_for_although_there_are_some"
+OWN_ADVANTAGE = "test_a_function_that_cannot_be_called_is_refused_before_the_run"
+PENALTY = "test_the_penalty_weighs_what_was_sampled_what_was_sent_and_turns"
+GIBBERISH = "test_gibberish_is_a_rare_token_that_was_itself_improbable"
+REPETITION = "test_repetition_is_a_stretch_of_nearly_certain_tokens_within_a_turn"
 CLIPPED = "test_clipping_scales_large_gradients_only_and_reports_the_norm_they_had"
 TESTED = {
     # only with vLLM, or on a GPU
@@ -43,6 +47,32 @@ TESTED = {
     },
     # one value is taken, others are refused
     "inference api_server_count": f"{UNIT}/inference/vllm/test_arguments.py::{ALWAYS}",
+    "orchestrator mask_env_responses": (
+        f"{UNIT}/config/test_orchestrator.py::test_what_the_environment_wrote_is_never_trained_on_as_if_it_were_sampled"
+    ),
+    # algorithms that no run here has
+    **{
+        f"orchestrator {section}.{key}": f"{UNIT}/orchestrator/test_advantages.py::{test}"
+        for section in ("advantage", "env.advantage")
+        for key, test in {
+            **dict.fromkeys(("import_path", "kwargs"), OWN_ADVANTAGE),
+            **dict.fromkeys([f"length_penalty.{part}_weight" for part in ("output", "input", "turns")], PENALTY),
+        }.items()
+    },
+    **{
+        f"orchestrator filters.{key}": f"{UNIT}/orchestrator/{test}"
+        for key, test in {
+            "enforce": "test_scoring.py::test_the_first_filter_that_is_enforced_is_the_reason",
+            **dict.fromkeys(("token_id_threshold", "logprob_offset"), f"test_filters.py::{GIBBERISH}"),
+            **dict.fromkeys(("window", "prob_threshold"), f"test_filters.py::{REPETITION}"),
+        }.items()
+    },
+    **{
+        f"orchestrator sampling.temp_scheduler.{key}": (
+            f"{UNIT}/orchestrator/test_temperature.py::test_its_steps_are_those_of_the_run_unless_they_are_given"
+        )
+        for key in ("start_temperature", "end_temperature", "total_steps")
+    },
     # only in a benchmark
     **{
         f"{process} bench.{key}": f"{UNIT}/trainer/test_bench.py::test_every_key_of_a_benchmark_changes_it"
@@ -66,12 +96,6 @@ TESTED = {
         f"trainer ref_kl.{key}": f"{UNIT}/trainer/rl/test_loss.py::test_every_key_of_ref_kl_changes_its_stream"
         for key in ("mask_low", "mask_high", "kl_tau")
     },
-    # no run that all keys are looked for in trains adapters (test_adapters does)
-    **{
-        f"{process} model.lora.{key}": f"{UNIT}/trainer/test_publication.py::{ADAPTER}"
-        for process in ("trainer", "sft")
-        for key in ("rank", "alpha", "dropout", "target_modules", "modules_to_save", "merge")
-    },
     # read before the orchestrator starts: a batch has a rollout for each
     "orchestrator num_train_workers": (
         f"{UNIT}/config/test_roots.py::test_a_step_has_a_rollout_for_every_rank_of_the_trainer"
@@ -82,25 +106,25 @@ TESTED = {
         for process in ("trainer", "sft")
         for key, test in {
             **{
-                f"model.ac.{key}": "test_memory.py::test_recomputation_keeps_less_and_changes_no_bit"
+                f"model.ac.{key}": "model/test_memory.py::test_recomputation_keeps_less_and_changes_no_bit"
                 for key in ("freq", "mode", "targets", "keep_attention")
             },
-            "model.compile.fullgraph": f"test_memory.py::{COMPILED}",
-            "model.debug.random_init": f"test_model.py::{DRAWN}",
+            "model.compile.fullgraph": f"model/test_memory.py::{COMPILED}",
+            "model.debug.random_init": f"model/test_build.py::{DRAWN}",
             **{
-                f"model.lora.{key}": "test_adapters.py::test_peft_loads_what_is_published_and_gives_the_same_logits"
+                f"model.lora.{key}": f"model/test_adapters.py::{IN_PEFT}"
                 for key in ("rank", "alpha", "target_modules", "modules_to_save")
             },
-            "model.lora.dropout": "test_adapters.py::test_dropout_is_of_the_adapters_input_and_in_training_alone",
-            "model.lora.merge": "test_publication.py::test_what_is_published_follows_from_the_configuration",
+            "model.lora.dropout": "model/test_adapters.py::test_dropout_is_of_the_adapters_input_and_in_training_alone",
+            "model.lora.merge": "publish/test_build.py::test_what_is_published_follows_from_the_configuration",
             **{
-                f"optim.{key}": "test_optim.py::test_steps_equal_those_of_torch_with_decay_on_matrices_only"
+                f"optim.{key}": "optim/test_optimizer.py::test_steps_equal_those_of_torch_with_decay_on_matrices_only"
                 for key in ("lr", "weight_decay", "betas1", "betas2", "momentum", "nesterov")
             },
-            "optim.max_norm": f"test_optim.py::{CLIPPED}",
-            "optim.mu": "test_muon.py::test_two_updates_are_those_computed_by_hand",
+            "optim.max_norm": f"optim/test_optimizer.py::{CLIPPED}",
+            "optim.mu": "optim/test_muon.py::test_two_updates_are_those_computed_by_hand",
             **{
-                f"scheduler.{key}": "test_optim.py::test_a_linear_schedule_starts_and_ends_at_its_least_rate"
+                f"scheduler.{key}": "optim/test_optimizer.py::test_a_linear_schedule_starts_and_ends_at_its_least_rate"
                 for key in ("warmup_steps", "decay_steps", "min_lr")
             },
         }.items()

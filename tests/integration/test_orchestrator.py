@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from verifiers.legacy.utils.save_utils import load_outputs
 
 from prime_rl.models.hf import hf_tensors, load_decoder
 from prime_rl.monitors.base import read_metrics
@@ -141,8 +143,27 @@ def test_at_level_zero_every_token_of_a_batch_is_of_its_own_weights_and_the_proc
         name: n for row in rows for name, n in row.items() if name.startswith("errors/") and n and name not in own
     } == {}
     assert all(1 <= row["completion_len/min"] <= row["completion_len/max"] <= 12 for row in rows)
+    assert all(0 <= row["event_loop_lag/mean"] <= row["event_loop_lag/max"] < 10 for row in rows)
+    assert sum(row["rollouts/reverse-text/used"] for row in rows) == 6 * 8
     output = processes.output("orchestrator")
     assert "heavy:\n" in output, output[-500:]
+    check_traces(paths, batches, num_dispatched=int(re.findall(r"6 batches; (\d+) rollouts: ", output)[-1]))
+
+
+def check_traces(paths, batches, *, num_dispatched):
+    """Every rollout that was dispatched has a row, and those that were used are what the batches hold."""
+    num_rows = 0
+    for batch in batches:
+        traces = load_outputs(step_dir(paths.traces, batch.step) / "reverse-text")
+        num_rows += len(traces)
+        used = [trace for trace in traces if trace["end"] == {"kind": "used", "why": ""}]
+        samples = [sample for trace in used for sample in trace["tokens"]]
+        assert sum(len(sample["ids"]) for sample in samples) == batch.num_tokens
+        assert sum(len(sample["logprobs"]) for sample in samples) == batch.num_loss_tokens
+        assert {version for sample in samples for version in sample["versions"]} == {batch.step}
+        assert sum(trace["advantage"] for trace in used) == pytest.approx(0, abs=1e-6)
+        assert all(trace["completion"][-1]["role"] == "assistant" for trace in used)
+    assert num_rows == num_dispatched
 
 
 def test_a_server_that_is_killed_and_started_again_gets_its_weights_back_and_the_run_stays_within_the_bound(

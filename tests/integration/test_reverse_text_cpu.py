@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_decoder
 from prime_rl.paths import RunPaths, step_dir
-from tests.integration.conftest import EXAMPLE, MODEL, ROOT, command, rewards, run, train
+from tests.integration.conftest import EXAMPLE, MODEL, ROOT, command, rewards, run
 
 
 @pytest.mark.timeout(400)
@@ -76,12 +76,3 @@ def test_the_three_processes_run_one_by_one_and_eval_finds_the_server(tmp_path, 
     assert len(rewards(tmp_path)) == 2
     assert (step_dir(RunPaths(tmp_path / "eval").evals, 2) / "reverse-text" / "report.json").exists()
     assert not RunPaths(tmp_path / "eval").config("inference").exists()  # no server of its own
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_whole_demo_learns_whatever_the_seed(tmp_path, seed):
-    curve = rewards(train(tmp_path, seed=seed).run_dir)
-    assert curve[0] <= 0.5
-    assert sum(curve[-3:]) / 3 >= 0.8

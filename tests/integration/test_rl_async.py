@@ -1,4 +1,6 @@
-"""What asynchrony promises: none at level 0, a bound above it, and time gained."""
+"""What asynchrony promises: none at level 0 (`test_trainer_ranks.py`, too), a bound above it, and time gained."""
+
+import pytest
 
 from prime_rl.config.load import load
 from prime_rl.config.orchestrator import OrchestratorConfig
@@ -10,6 +12,7 @@ def finish(run) -> None:
     assert run.process.returncode == 0, out + err
 
 
+@pytest.mark.slow
 def test_at_level_0_every_token_is_sampled_by_the_weights_it_trains(start_rl):
     run = start_rl("--max-async-level", "0", "--trainer.optim.lr", "1e-2", steps=6)
     finish(run)

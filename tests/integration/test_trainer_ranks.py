@@ -19,7 +19,8 @@ def test_rl_trains_over_two_ranks_and_serves_what_they_publish(sharded):
     trainer = read_metrics(sharded.metrics("trainer"))
     assert [row["step"] for row in trainer] == [0, 1, 2, 3]
     assert max(row["mismatch_kl/max"] for row in trainer) <= 1e-6
-    assert {row["off_policy_gap/max"] for row in read_metrics(sharded.metrics("orchestrator"))} == {0.0}
+    batches = read_metrics(sharded.metrics("orchestrator"))
+    assert {(row["off_policy_gap/max"], row["async_level"]) for row in batches} == {(0.0, 0.0)}
     assert latest_step(sharded.weights) == 4
     assert sharded.log("trainer").read_text().count("Step 3 | Time: ") == 1, "the first rank alone speaks"
     assert "initialised at random" in sharded.rank_log("trainer", 1).read_text(), "others only warn"

@@ -84,7 +84,8 @@ class Shell:
         return subprocess.Popen(
             ["bash", "-c", text],
             cwd=directory,
-            env={"PATH": path, "HOME": str(self._home), **(variables or {})},
+            # one thread: the models are tiny, and the other tests that run at this time want a core, too
+            env={"PATH": path, "HOME": str(self._home), "OMP_NUM_THREADS": "1", **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,11 +1,23 @@
-"""Each command of ours in the documents, typed into bash as it stands there with `--dry-run` behind it."""
+"""Each command of ours in the documents, typed into bash as it stands there with `--dry-run` behind it.
+
+What looks at these dry runs stands in this file, and only here: a worker that runs the tests of a file makes them once.
+"""
 
 from collections import Counter
 
 import pytest
 
+from prime_rl.config.load import resolve
+from prime_rl.config.reference import ROOTS
+from prime_rl.config.writing import to_toml
 from tests.seeds.listed import COMMANDS, FRAGMENTS, misses
 from tests.seeds.shell import Outcome, dry
+
+FILES = [(at, name) for at, command in COMMANDS.items() for name in command.writes]
+SAMPLE = [("002-L500", "rl"), ("004-L207", "trainer"), ("003-L86", "orchestrator"), ("003-L167", "inference")]
+SAMPLE += [("002-L625", "sft"), ("002-L351", "eval")]
+OLDER_PATHS = {"000-L72": "002-L83", "000-L78": "002-L89", "000-L82": "002-L93"}
+"""A debug command with a configuration's older path -> the one with its newer path."""
 
 
 def assert_ended_well(outcome: Outcome) -> None:
@@ -26,6 +38,29 @@ def test_a_command_of_the_documents_resolves_to_what_they_promise(at, dry_runs):
 @pytest.mark.parametrize("at", COMMANDS)
 def test_each_older_spelling_is_answered_with_the_new_one_and_a_current_spelling_with_nothing(at, dry_runs):
     assert dry_runs.of(COMMANDS[at]).notices() == COMMANDS[at].notes
+
+
+@pytest.mark.parametrize("at", OLDER_PATHS)
+def test_the_older_path_of_a_debug_configuration_resolves_to_the_newer_one(at, dry_runs):
+    older, newer = COMMANDS[at], COMMANDS[OLDER_PATHS[at]]
+    assert dry_runs.of(older).written(older.output_dir) == dry_runs.of(newer).written(newer.output_dir)
+
+
+@pytest.mark.parametrize(("at", "name"), FILES)
+def test_a_written_file_resolves_to_itself_and_holds_no_older_spelling(at, name, dry_runs):
+    path = dry_runs.of(COMMANDS[at]).configs(COMMANDS[at].output_dir) / f"{name}.toml"
+    again = resolve(ROOTS[name], ["@", str(path)], {})
+    assert to_toml(again.config) == path.read_text()
+    assert again.notices == []
+
+
+@pytest.mark.parametrize(("at", "name"), SAMPLE)
+def test_a_written_file_starts_its_process_alone(at, name, dry_runs, shell):
+    output_dir = COMMANDS[at].output_dir
+    path = dry_runs.of(COMMANDS[at]).configs(output_dir) / f"{name}.toml"
+    again = shell.run(f"uv run {name} @ {path} --dry-run", shell.directory())
+    assert again.status == 0, again.errors
+    assert (again.configs(output_dir) / f"{name}.toml").read_text() == path.read_text()
 
 
 @pytest.mark.parametrize("at", FRAGMENTS)

@@ -12,18 +12,9 @@ from prime_rl.paths import RunPaths
 from tests.seeds.listed import COMMANDS
 from tests.seeds.shell import Shell, finish, free_port
 
-OF_002 = {"trainer": "002-L83", "inference": "002-L89", "orchestrator": "002-L93"}
-OF_000 = {"trainer": "000-L72", "inference": "000-L78", "orchestrator": "000-L82"}
-
 
 def metrics(run: RunPaths, process: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.metrics(process).read_text().splitlines()]
-
-
-@pytest.mark.parametrize("process", OF_000)
-def test_the_older_path_of_a_debug_configuration_resolves_to_the_newer_one(process, dry_runs):
-    older, newer = (COMMANDS[at] for at in (OF_000[process], OF_002[process]))
-    assert dry_runs.of(older).written(older.output_dir) == dry_runs.of(newer).written(newer.output_dir)
 
 
 @pytest.mark.parametrize("at", ["002-L77", "002-L83"], ids=["sft", "trainer"])
