@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -221,16 +221,17 @@ class Clients:
         for process in self._processes:
             self._line(process, READY)
 
-    def run(self, number: int) -> dict[str, float]:
-        """One timed run: output tokens/s, and latencies in seconds."""
+    def run(self, number: int, new_tokens: int | None = None) -> dict[str, float]:
+        """One timed run, of other than the workload's new tokens if told so: output tokens/s, latencies in seconds."""
+        new_tokens = new_tokens or self.work.new_tokens
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(f"{number}\n")
+            process.stdin.write(f"{number} {new_tokens}\n")
             process.stdin.flush()
         parts = [json.loads(self._line(process, "{")) for process in self._processes]
         seconds = max(part["ended"] for part in parts) - min(part["started"] for part in parts)
         latencies = sorted(latency for part in parts for latency in part["latencies"])
-        tokens = self.work.requests * self.work.new_tokens
+        tokens = self.work.requests * new_tokens
         return {
             "tokens_per_s": tokens / seconds,
             "seconds": seconds,
@@ -300,7 +301,8 @@ def main() -> None:
         return
     print(READY, flush=True)
     for line in sys.stdin:
-        print(json.dumps(one_run(args, work, int(line))), flush=True)
+        number, new_tokens = (int(word) for word in line.split())
+        print(json.dumps(one_run(args, replace(work, new_tokens=new_tokens), number)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ what counts is the ratio within a pair, since a machine's speed drifts.
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,21 +37,32 @@ Runs = Mapping[str, Sequence[Mapping[str, float]]]
 """Side -> its runs."""
 
 
-def measure(mode: str, names: Sequence[str], setting: Setting, pairs: int) -> dict[str, list[dict[str, float]]]:
-    """Every run of each side."""
+def measure(mode: str, runs: Mapping[str, list[dict[str, float]]], setting: Setting, pairs: int, until: float) -> None:
+    """Add the runs of each side to its list in `runs`, pair after pair; none that would not be done by `until`."""
     kind = {"offline": Offline, "http": Http}[mode]
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    what = f"{mode} {setting.dtype}"
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {}
-        for name in names:
+        for name in runs:
             sides[name] = kind(name, setting)
             stack.callback(sides[name].close)
+        began = time.monotonic()
+        for name, side in sides.items():
+            side.warm_up()
+            print(f"{what} {name}: warm after {time.monotonic() - began:.0f} s", flush=True)
         for pair in range(pairs):
+            began = time.monotonic()
+            found = {}
             for name, side in sides.items():
-                results[name].append(side.run(pair))
-                speed = results[name][-1]["tokens_per_s"]
-                print(f"{mode} {setting.dtype} pair {pair} {name}: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
-    return results
+                found[name] = side.run(pair)
+                speed, seconds = found[name]["tokens_per_s"], found[name]["seconds"]
+                print(f"{what} pair {pair} {name}: {speed:.0f} tokens/s in {seconds:.1f} s", flush=True)
+            for name, run in found.items():
+                runs[name].append(run)
+            now = time.monotonic()
+            if pair + 1 < pairs and now + (now - began) > until:
+                print(f"{what}: no time for more than {pair + 1} of {pairs} pairs", flush=True)
+                return
 
 
 def report(results: Mapping[tuple[str, str], Runs]) -> str:
@@ -113,6 +126,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that can import vllm")
     parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs; always so on CPU")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; pairs that would not fit are left out")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -158,26 +172,46 @@ def settings(args: argparse.Namespace, directory: Path) -> dict[str, Setting]:
             vllm_python=args.vllm_python,
             enforce_eager=args.enforce_eager or device == "cpu",
             logs=logs,
+            kv_cache_gb=kv_cache_gb(args.model, dtype, work),
         )
     return made
 
 
+def kv_cache_gb(model: str, dtype: str, work: Workload) -> float:
+    """GiB for the keys and values of all requests at a time, and a quarter more."""
+    shape = SHAPES[model]
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head * {"float32": 4, "bfloat16": 2}[dtype]
+    tokens = work.concurrency * (work.prompt_tokens + work.new_tokens + 8)
+    return max(1.0, 1.25 * tokens * per_token / 2**30)
+
+
 def main() -> None:
     args = parse()
+    until = time.monotonic() + args.budget
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides, which are stopped, end too
-    print(f"python {' '.join(sys.argv)}\n{machine()}")
-    results: dict[tuple[str, str], Runs] = {}
-    with tempfile.TemporaryDirectory() as name:
-        for dtype, setting in settings(args, Path(name)).items():
-            for mode in args.modes:
-                names = [side for side in args.sides if mode == "http" or side != "stock"]
-                results[mode, dtype] = measure(mode, names, setting, args.pairs)
+    print(f"python {' '.join(sys.argv)}\n{machine()}", flush=True)
+    results: dict[tuple[str, str], dict[str, list[dict[str, float]]]] = {}
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            for dtype, setting in settings(args, Path(name)).items():
+                for mode in args.modes:
+                    names = [side for side in args.sides if mode == "http" or side != "stock"]
+                    results[mode, dtype] = {side: [] for side in names}
+                    measure(mode, results[mode, dtype], setting, args.pairs, until)
+    finally:
+        conclude(args, {key: runs for key, runs in results.items() if all(runs.values())})
+
+
+def conclude(args: argparse.Namespace, results: Mapping[tuple[str, str], Runs]) -> None:
+    """Print what was measured, be it all or only some pairs."""
+    if not results:
+        return
     print(
         f"{args.model}: {args.requests} requests, {args.concurrency} at a time, {args.prompt_tokens} prompt + "
         f"{args.new_tokens} new tokens, {'no ' if args.no_logprobs else ''}logprobs, top_p {args.top_p:g}, "
-        f"repetition_penalty {args.repetition_penalty:g}; medians of {args.pairs} runs\n"
+        f"repetition_penalty {args.repetition_penalty:g}; medians of up to {args.pairs} runs\n"
     )
-    print(report(results))
+    print(report(results), flush=True)
     if args.json:
         args.json.write_text(json.dumps({" ".join(key): runs for key, runs in results.items()}, indent=1))
 

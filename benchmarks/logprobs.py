@@ -63,8 +63,8 @@ def recompute(spec: dict[str, Any]) -> dict[str, float]:
 
     from prime_rl.data.packing import build_batch  # noqa: PLC0415
     from prime_rl.models.hf import load_decoder  # noqa: PLC0415
-    from prime_rl.trainer.precision import ComputeModel  # noqa: PLC0415
-    from prime_rl.trainer.scoring import Scorer  # noqa: PLC0415
+    from prime_rl.trainer.model.precision import ComputeModel  # noqa: PLC0415
+    from prime_rl.trainer.model.scoring import Scorer  # noqa: PLC0415
     from prime_rl.trainer.streams import LossOutput, TokenStreams  # noqa: PLC0415
     from prime_rl.trainer.trainer import accumulate_gradients  # noqa: PLC0415
 

@@ -23,17 +23,17 @@ class Embedded:
 
         torch.set_num_threads(spec["threads"])
         self._engine = build_engine(InferenceConfig.model_validate(spec["config"]))
-        self._work = work
+        self._asked = work.sampling
 
-    def run(self, prompts: list[list[int]]) -> int:
-        return asyncio.run(self._run(prompts))
+    def run(self, prompts: list[list[int]], new_tokens: int) -> int:
+        return asyncio.run(self._run(prompts, new_tokens))
 
-    async def _run(self, prompts: list[list[int]]) -> int:
+    async def _run(self, prompts: list[list[int]], new_tokens: int) -> int:
         from prime_rl.inference.backend import GenerationRequest, SamplingParams  # noqa: PLC0415
 
         async def complete(index: int, prompt: list[int]) -> int:
-            limits = {"max_tokens": self._work.new_tokens, "ignore_eos": True, "seed": index}
-            sampling = SamplingParams(**limits, **self._work.sampling)
+            limits = {"max_tokens": new_tokens, "ignore_eos": True, "seed": index}
+            sampling = SamplingParams(**limits, **self._asked)
             request = GenerationRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, stream=False)
             count = 0
             async for outputs in self._engine.generate(request):
@@ -54,11 +54,12 @@ class Vllm:
 
             torch.set_num_threads(spec["threads"])
         self._logprobs = work.logprobs
-        asked = {"max_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True} | work.sampling
+        asked = {"temperature": 1.0, "ignore_eos": True} | work.sampling
         self._sampling = SamplingParams(**asked, logprobs=0 if work.logprobs else None)
         self._llm = LLM(**spec["vllm"])
 
-    def run(self, prompts: list[list[int]]) -> int:
+    def run(self, prompts: list[list[int]], new_tokens: int) -> int:
+        self._sampling.max_tokens = new_tokens
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self._llm.generate(inputs, self._sampling, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
@@ -71,13 +72,13 @@ def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
     work = Workload(**spec["work"])
     side: Embedded | Vllm = {"embedded": Embedded, "vllm": Vllm}[spec["side"]](spec, work)
-    for number in range(spec["warm_ups"]):
-        side.run(work.prompts(-1 - number))
+    for number, new_tokens in enumerate(spec["warm_ups"]):
+        side.run(work.prompts(-1 - number), new_tokens)
     print(READY, flush=True)
     for line in sys.stdin:
         prompts = work.prompts(int(line))
         started = time.perf_counter()
-        tokens = side.run(prompts)
+        tokens = side.run(prompts, work.new_tokens)
         seconds = time.perf_counter() - started
         assert tokens == work.requests * work.new_tokens, tokens
         print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds}), flush=True)

@@ -1,6 +1,7 @@
 """The sides of a comparison, as the benchmark that compares them sees them: processes that run in turn.
 
-A side is started, warmed up, and stopped (SIGSTOP) whenever it is not its turn, since engines may poll while idle.
+All sides are started at once, since vLLM takes a minute. Each is then warmed up, and stopped (SIGSTOP) whenever it is
+not its turn, since engines may poll while idle.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ from http_load import READY, Clients, Workload
 
 START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 600.0
-WARM_UPS_ON_GPU = 4
-"""Runs before the first that is timed: vLLM's first ones on a new machine are up to 40% slower."""
+SHORT_WARM_UPS_ON_GPU = 3
+"""Runs of an eighth of the tokens, before a whole one, before the first that is timed: vLLM's first runs on a new
+machine are up to 40% slower, for kernels that it compiles when they are first used."""
 HERE = Path(__file__).parent
 
 
@@ -42,6 +44,14 @@ class Setting:
     vllm_python: str
     enforce_eager: bool
     logs: Path
+    kv_cache_gb: float | None = None
+    """On a GPU: of every side, which then measures no memory, so that all can start at once."""
+
+    @property
+    def warm_ups(self) -> list[int]:
+        """New tokens of each request of the runs before the first that is timed."""
+        whole = self.work.new_tokens
+        return [whole] if self.device == "cpu" else [max(1, whole // 8)] * SHORT_WARM_UPS_ON_GPU + [whole]
 
     @property
     def max_model_len(self) -> int:
@@ -78,11 +88,16 @@ class Setting:
             "max_num_seqs": self.work.concurrency,
             "max_model_len": self.max_model_len,
         }
-        gpu = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        return arguments if self.device == "cpu" else arguments | gpu
+        if self.device == "cpu":
+            return arguments
+        arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if self.kv_cache_gb is not None:
+            arguments["kv_cache_memory_bytes"] = int(self.kv_cache_gb * 2**30)
+        return arguments
 
     def _config(self, backend: str) -> dict[str, Any]:
-        return {
+        cache = {} if self.device == "cpu" or self.kv_cache_gb is None else {"kv_cache_memory_gb": self.kv_cache_gb}
+        return cache | {
             "backend": backend,
             "device": self.device if backend == "embedded" else "auto",
             "model": {"name": str(self.model_dir), "dtype": self.dtype, "max_model_len": self.max_model_len},
@@ -92,7 +107,10 @@ class Setting:
 
 
 class Side(Protocol):
-    """One side under way."""
+    """One side under way, from the moment when it is made."""
+
+    def warm_up(self) -> None:
+        """Wait until it is ready, and run what is not timed. It is stopped afterwards."""
 
     def run(self, number: int) -> dict[str, float]:
         """One timed run with the prompts of that number."""
@@ -137,7 +155,7 @@ class Offline:
             "side": name,
             "work": asdict(setting.work),
             "threads": setting.threads,
-            "warm_ups": 1 if setting.device == "cpu" else WARM_UPS_ON_GPU,
+            "warm_ups": setting.warm_ups,
             "device": setting.device,
             "config": setting.embedded(),
             "vllm": setting.vllm_arguments() | {"skip_tokenizer_init": True, "disable_log_stats": True},
@@ -146,6 +164,8 @@ class Offline:
         words = [python, str(HERE / "offline.py"), json.dumps(spec)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._group = _Process(words, setting.logs / f"offline-{name}.log", setting.environment, **pipes)
+
+    def warm_up(self) -> None:
         self._line(READY, START_TIMEOUT_S)
         self._group.signal(signal.SIGSTOP)
 
@@ -179,7 +199,9 @@ class Offline:
 class Server:
     """A server process on a port of its own. `stock` is vLLM's own server, without anything of ours."""
 
-    def __init__(self, name: str, setting: Setting, extra: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, setting: Setting, extra: Mapping[str, Any] | None = None, *, waits: bool = True
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -188,11 +210,8 @@ class Server:
         words = self._stock(setting, port) if name == "stock" else self._ours(name, setting, port, extra or {})
         log = setting.logs / f"http-{name}.log"
         self.group = _Process(words, log, setting.environment, stdout=subprocess.DEVNULL)
-        try:
-            self._wait_ready()
-        except BaseException:
-            self.group.close()
-            raise
+        if waits:
+            self.await_ready()
 
     def _ours(self, name: str, setting: Setting, port: int, extra: Mapping[str, Any]) -> list[str]:
         import tomli_w  # noqa: PLC0415 (vLLM's own server needs none)
@@ -211,7 +230,15 @@ class Server:
             words += [flag] if value is True else [] if value is False else [flag, str(value)]
         return words
 
-    def _wait_ready(self) -> None:
+    def await_ready(self) -> None:
+        """Return when it answers. Raises: SystemExit when it ends or takes too long; it is then gone."""
+        try:
+            self._await_health()
+        except BaseException:
+            self.group.close()
+            raise
+
+    def _await_health(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while time.monotonic() < deadline:
@@ -230,19 +257,20 @@ class Http:
     """A server and its clients."""
 
     def __init__(self, name: str, setting: Setting) -> None:
-        self._server = Server(name, setting)
-        try:
-            self._clients = Clients(
-                self._server.url, self._server.model, setting.work, num_processes=setting.num_clients
-            )
-            for number in range(1 if setting.device == "cpu" else WARM_UPS_ON_GPU):
-                self._clients.run(-1 - number)
-        except BaseException:
-            self._server.close()
-            raise
-        self._server.group.signal(signal.SIGSTOP)
+        self._setting = setting
+        self._server = Server(name, setting, waits=False)
+        self._clients: Clients | None = None
+
+    def warm_up(self) -> None:
+        server, setting = self._server, self._setting
+        server.await_ready()
+        self._clients = Clients(server.url, server.model, setting.work, num_processes=setting.num_clients)
+        for number, new_tokens in enumerate(setting.warm_ups):
+            self._clients.run(-1 - number, new_tokens)
+        server.group.signal(signal.SIGSTOP)
 
     def run(self, number: int) -> dict[str, float]:
+        assert self._clients is not None
         self._server.group.signal(signal.SIGCONT)
         try:
             return self._clients.run(number)
@@ -250,5 +278,6 @@ class Http:
             self._server.group.signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        self._clients.close()
+        if self._clients is not None:
+            self._clients.close()
         self._server.close()

@@ -334,7 +334,7 @@ def ideal_seconds(row: Row, directory: Path, seq_len: int) -> dict[str, float]:
     from prime_rl.config.trainer import LoRAConfig  # noqa: PLC0415
     from prime_rl.models.decoder import Decoder  # noqa: PLC0415
     from prime_rl.models.hf import load_config, read_json  # noqa: PLC0415
-    from prime_rl.trainer.adapters import add_adapters  # noqa: PLC0415
+    from prime_rl.trainer.model.adapters import add_adapters  # noqa: PLC0415
     from prime_rl.trainer.perf import cost_of  # noqa: PLC0415
 
     with torch.device("meta"):

@@ -90,8 +90,9 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415 (the other processes need none)
 
     from prime_rl.models.hf import hf_tensors, load_decoder  # noqa: PLC0415
-    from prime_rl.trainer.gathering import StoredTensors  # noqa: PLC0415
-    from prime_rl.trainer.publish import (  # noqa: PLC0415
+    from prime_rl.trainer.publish.background import BackgroundWriter  # noqa: PLC0415
+    from prime_rl.trainer.publish.gathering import StoredTensors  # noqa: PLC0415
+    from prime_rl.trainer.publish.publishers import (  # noqa: PLC0415
         BroadcastPublisher,
         Publisher,
         Retention,
@@ -106,7 +107,13 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
     model = load_decoder(str(model_dir), device=device, dtype=torch.float32)
     stored = StoredTensors(lambda: dict(hf_tensors(model)), dtype, ALONE)
     retention = Retention(root=paths.weights, max_steps=spec["max_steps"], interval=None, keep_last=2)
-    files = WeightPublisher(tensors=stored.gathering, retention=retention, assets=model_dir, tokenizer=model_dir)
+    files = WeightPublisher(
+        tensors=stored.gathering,
+        writer=BackgroundWriter(),
+        retention=retention,
+        assets=model_dir,
+        tokenizer=model_dir,
+    )
     publisher: Publisher = files
     if spec["via"] == "nccl":
         sender = NcclSender(host="127.0.0.1", port=spec["port"], world_size=2, device=device, timeout=START_TIMEOUT_S)
