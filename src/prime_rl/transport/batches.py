@@ -1,7 +1,8 @@
 """Training batches from the orchestrator to the trainer through the filesystem. Both ends; no torch.
 
 `<root>/step_N/batch.msgpack` holds one TrainingBatch, beside the marker of `transport.manifest`. An array
-travels as [dtype, shape, raw bytes], little-endian.
+travels as [dtype, shape, raw bytes], little-endian. `state.msgpack` beside it is the orchestrator's own state right
+after it took the batch (`orchestrator.state`); nobody else looks into it, the trainer copies it into its checkpoints.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
 from prime_rl.logs import get_logger
 from prime_rl.paths import step_dir
-from prime_rl.transport.manifest import MARKER, publish_dir, read_verified
+from prime_rl.transport.manifest import MARKER, publish_dir, read_manifest, read_verified
 
 _FILE: Final = "batch.msgpack"
+STATE: Final = "state.msgpack"
 _DTYPES: Final = ("<i4", "<f4", "|b1")
 _NOTICE_INTERVAL_S: Final = 30.0
 
@@ -93,6 +95,14 @@ class BatchReader:
         if batch.step != step:
             raise ArtifactError(f"{path} holds batch {batch.step}, not batch {step}")
         return batch
+
+
+def read_state(directory: Path) -> bytes | None:
+    """The orchestrator's state beside the batch in `directory`; None where it was written without.
+
+    Raises: ArtifactError when the directory is not complete, or the file damaged.
+    """
+    return read_verified(directory, STATE) if STATE in read_manifest(directory).files else None
 
 
 def encode(batch: TrainingBatch) -> bytes:

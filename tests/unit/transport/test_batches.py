@@ -142,3 +142,12 @@ def test_who_waits_can_do_something_meanwhile(tmp_path):
     assert len(calls) == 3
     assert reader.read(0, timeout=0) == batch(0)
     assert calls == [0, 1, 2]
+
+
+def test_the_orchestrators_state_lies_beside_the_batch_and_may_be_absent(tmp_path):
+    writer = BatchWriter(tmp_path)
+    assert batches.read_state(writer.write(batch(0), {batches.STATE: b"after batch 0"})) == b"after batch 0"
+    assert batches.read_state(writer.write(batch(1))) is None
+    (tmp_path / "step_0" / batches.STATE).write_bytes(b"after batch 9")
+    with pytest.raises(ArtifactError, match=r"step_0/state.msgpack is damaged"):
+        batches.read_state(tmp_path / "step_0")

@@ -1,0 +1,98 @@
+import logging
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import ArtifactError
+from prime_rl.transport.checkpoints import (
+    LATEST,
+    ORCHESTRATOR_STATE,
+    choose,
+    complete_checkpoints,
+    newest_sound,
+    step_of,
+    verify,
+)
+from prime_rl.transport.manifest import publish_dir
+
+
+def publish(root: Path, step: int) -> Path:
+    with publish_dir(root / f"step_{step}") as directory:
+        state = directory / ORCHESTRATOR_STATE
+        state.parent.mkdir()
+        state.write_bytes(b"state %d" % step)
+    return root / f"step_{step}"
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / ORCHESTRATOR_STATE).write_bytes(b"STATE " + checkpoint.name.removeprefix("step_").encode())
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    assert complete_checkpoints(tmp_path / "none") == []
+    for step in (20, 10):
+        publish(tmp_path, step)
+    (tmp_path / "step_30").mkdir()
+    (tmp_path / "step_30" / "half").write_text("")
+    (tmp_path / ".step_40.tmp-1").mkdir()
+    assert complete_checkpoints(tmp_path) == [10, 20]
+    assert choose([tmp_path], LATEST) == tmp_path / "step_20"
+    assert step_of(tmp_path / "step_20") == 20
+
+
+def test_the_latest_of_several_roots_or_the_one_that_was_asked_for_is_chosen(tmp_path):
+    publish(tmp_path / "checkpoints", 10)
+    publish(tmp_path / "recovery", 13)
+    roots = [tmp_path / "checkpoints", tmp_path / "recovery"]
+    assert choose(roots, LATEST) == tmp_path / "recovery" / "step_13"
+    assert choose(roots, 10) == tmp_path / "checkpoints" / "step_10"
+    assert newest_sound(roots) == tmp_path / "recovery" / "step_13"
+
+
+def test_of_two_of_one_step_the_sound_one_is_chosen_and_else_that_of_the_earlier_root(tmp_path):
+    roots = [tmp_path / "checkpoints", tmp_path / "recovery"]
+    first, second = (publish(root, 5) for root in roots)
+    assert choose(roots, 5) == first
+    damage(first)
+    assert choose(roots, 5) == second
+    assert choose(roots, LATEST) == second
+
+
+def test_a_step_without_a_complete_checkpoint_is_refused_with_those_that_there_are(tmp_path):
+    with pytest.raises(ArtifactError, match="no checkpoint in .* there is no complete one"):
+        choose([tmp_path], LATEST)
+    publish(tmp_path, 10)
+    publish(tmp_path, 20)
+    with pytest.raises(ArtifactError, match="no complete checkpoint of step 15 .* complete are: 10, 20"):
+        choose([tmp_path], 15)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tmp_path):
+    publish(tmp_path, 10)
+    damage(publish(tmp_path, 20))
+    damage(publish(tmp_path, 30))
+    with pytest.raises(ArtifactError, match=r"step_30/orchestrator/state.msgpack is damaged.*ckpt.resume_step = 10"):
+        choose([tmp_path], LATEST)
+    with pytest.raises(ArtifactError, match=r"step 20 cannot be used.*ckpt.resume_step = 10"):
+        choose([tmp_path], 20)
+    damage(tmp_path / "step_10")
+    with pytest.raises(ArtifactError, match="step 10 cannot be used.*none before it that is whole"):
+        choose([tmp_path], 10)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_when_a_run_goes_on(tmp_path, caplog):
+    publish(tmp_path, 10)
+    damage(publish(tmp_path, 20))
+    with caplog.at_level(logging.WARNING, logger="prime_rl"):
+        assert newest_sound([tmp_path]) == tmp_path / "step_10"
+    assert "step_20 is passed over" in caplog.text
+    damage(tmp_path / "step_10")
+    assert newest_sound([tmp_path]) is None
+
+
+def test_verify_names_a_missing_file(tmp_path):
+    checkpoint = publish(tmp_path, 1)
+    verify(checkpoint)
+    (checkpoint / ORCHESTRATOR_STATE).unlink()
+    with pytest.raises(ArtifactError, match=r"step_1/orchestrator/state.msgpack"):
+        verify(checkpoint)
