@@ -11,9 +11,14 @@
   weights/step_N/                  the weights after N optimizer steps, Hugging Face format; with LoRA, the adapter
   merged/step_N/                   the model with the adapter of that step in it, where it was asked for
   checkpoints/step_N/              what a run is resumed from
+  recovery/step_N/                 the rolling checkpoint of a supervised run, from which its trainer is started again
+  superseded/K/                    what going back to an earlier step set aside, in the same layout
   evals/step_N/<environment>/      results of evaluating weights N
   broadcasts/                      announcements of weights that are sent from GPU to GPU
   events.jsonl                     what happened besides, such as a server that was lost
+  journal.jsonl                    what changed what is trained, one line an event (`journal`)
+  activity/<process>.json          what each process is at, and for whom it waits
+  rl.lock                          held by the launcher of the run, so that there is one; never deleted
   reward.svg                       the reward curve
 """
 
@@ -23,12 +28,14 @@ from pathlib import Path
 
 from prime_rl.errors import ConfigError
 
-RESULTS = ("rollouts", "weights", "merged", "checkpoints", "evals")
+RESULTS = ("rollouts", "weights", "merged", "checkpoints", "recovery", "evals")
 """What a run cannot do without."""
 
 SAID_DURING_A_RUN = (
     *(f"broadcasts/{entry}" for entry in ("step_*", ".step_*.tmp-*", ".step_*.gone-*", "ready_*", "FALLBACK", "DONE")),
     "events.jsonl",
+    "journal.jsonl",
+    "activity/*.json",
 )
 """What only the processes of one run say to each other and to the console: another run would take it for its own."""
 
@@ -37,6 +44,7 @@ MADE_BY_A_RUN = (
     *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
     *SAID_DURING_A_RUN,
     "traces/step_*",
+    "superseded/[0-9]*",
     *(f"{process}/metrics.jsonl" for process in ("trainer", "orchestrator", "eval")),
     *(
         "logs/*.log",
@@ -87,6 +95,30 @@ class RunPaths:
     @property
     def events(self) -> Path:
         return self.output_dir / "events.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.output_dir / "journal.jsonl"
+
+    @property
+    def activity(self) -> Path:
+        return self.output_dir / "activity"
+
+    @property
+    def lock(self) -> Path:
+        return self.output_dir / "rl.lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+    @property
+    def recovery(self) -> Path:
+        return self.output_dir / "recovery"
+
+    @property
+    def superseded(self) -> Path:
+        return self.output_dir / "superseded"
 
     @property
     def evals(self) -> Path:

@@ -17,6 +17,12 @@ def test_results_of_an_evaluation_are_results(tmp_path):
         claim_run_dir(tmp_path, clean=False)
 
 
+def test_a_run_that_was_killed_before_its_results_is_not_mistaken_for_the_next(tmp_path):
+    (tmp_path / "journal.jsonl").write_text("{}\n")
+    claim_run_dir(tmp_path, clean=False)
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
 def test_nothing_is_deleted_unasked(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "metrics.jsonl").touch()
@@ -29,6 +35,7 @@ def test_clean_deletes_what_a_run_makes_and_nothing_else(tmp_path):
     mine = ["notes.txt", "configs/mine.toml", "configs/trainer/debug.toml", "trainer/code.py", "evals/notes.txt"]
     its = ["reward.svg", "configs/rl.toml", "trainer/metrics.jsonl", "logs/envs/a.log", "weights/step_3/x"]
     its += ["broadcasts/step_3/x", "broadcasts/ready_3", "broadcasts/FALLBACK", "broadcasts/DONE", "events.jsonl"]
+    its += ["journal.jsonl", "activity/trainer.json", "recovery/step_4/x", "superseded/1/weights/step_5/x"]
     its += ["logs/trainer/rank_1.log", "logs/sft/rank_12.log", "traces/step_0/a/results.jsonl"]
     for name in [*mine, *its]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
