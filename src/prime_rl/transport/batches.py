@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import xxhash
 
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
@@ -105,23 +106,28 @@ def read_state(directory: Path) -> bytes | None:
     return read_verified(directory, STATE) if STATE in read_manifest(directory).files else None
 
 
+def digest_of(batch: TrainingBatch) -> str:
+    """What identifies a batch wherever it is: the digest (XXH3-128, hex) that its file has in the marker."""
+    return xxhash.xxh3_128_hexdigest(encode(batch))
+
+
 def encode(batch: TrainingBatch) -> bytes:
-    return msgspec.msgpack.encode(batch, enc_hook=_encode_array)
+    return msgspec.msgpack.encode(batch, enc_hook=encode_array)
 
 
 def decode(content: bytes) -> TrainingBatch:
     """Raises: msgspec.MsgspecError for bytes of another shape, DataError for a broken invariant."""
-    return msgspec.msgpack.decode(content, type=TrainingBatch, dec_hook=_decode_array)
+    return msgspec.msgpack.decode(content, type=TrainingBatch, dec_hook=decode_array)
 
 
-def _encode_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
+def encode_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     assert isinstance(value, np.ndarray), f"cannot send a {type(value).__name__}"
     array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
     assert array.dtype.str in _DTYPES, f"cannot send an array of {array.dtype}"
     return array.dtype.str, array.shape, array.reshape(-1).view(np.uint8).data
 
 
-def _decode_array(_type: type, value: Any) -> np.ndarray:
+def decode_array(_type: type, value: Any) -> np.ndarray:
     dtype, shape, content = value
     if dtype not in _DTYPES:
         raise ValueError(f"array of dtype {dtype!r}, expected one of {_DTYPES}")

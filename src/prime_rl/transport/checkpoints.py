@@ -1,8 +1,8 @@
-"""Checkpoints on disk, as all processes of a run see them: which there are, and which one is gone on from. No torch.
+"""Checkpoints on disk, as all processes see them: which there are, and which one a run goes on from. No torch.
 
-`<root>/step_N/` is the run after N optimizer steps, so it goes on with batch N; `root` is `checkpoints/`, or `recovery/`
-with the rolling one of a supervised run. Each is a directory of `transport.manifest`: complete or not there, and every
-file with its digest. The trainer writes all of it, `trainer.ckpt` says how.
+`<root>/step_N/` is the run after N optimizer steps, so it goes on with batch N. `root` is `checkpoints/`, or
+`recovery/` with the rolling one of a supervised run. Each is a directory of `transport.manifest`: complete or not there,
+and every file with its digest. The trainer writes all of it, `trainer.ckpt` says how.
 
     trainer/                      the trainer's own state
     orchestrator/state.msgpack    the orchestrator's, right after batch N - 1 was taken; absent where there was none
@@ -72,7 +72,10 @@ def choose(roots: Sequence[Path], step: int) -> Path:
 
 
 def newest_sound(roots: Sequence[Path]) -> Path | None:
-    """The newest complete and undamaged checkpoint; a damaged one is passed over with a warning. None: there is none."""
+    """The newest complete and undamaged checkpoint, of two of one step that of the earlier root. None: there is none.
+
+    A damaged one is passed over with a warning.
+    """
     for path in _newest_first(roots):
         try:
             verify(path)

@@ -9,7 +9,7 @@ from prime_rl.data.samples import TrainingBatch, TrainingSample
 from prime_rl.errors import ArtifactError, DeadlineExceeded
 from prime_rl.transport import batches
 from prime_rl.transport.batches import BatchReader, BatchWriter, decode, encode
-from prime_rl.transport.manifest import publish_dir
+from prime_rl.transport.manifest import publish_dir, read_manifest
 
 
 def batch(step: int = 3) -> TrainingBatch:
@@ -151,3 +151,12 @@ def test_the_orchestrators_state_lies_beside_the_batch_and_may_be_absent(tmp_pat
     (tmp_path / "step_0" / batches.STATE).write_bytes(b"after batch 9")
     with pytest.raises(ArtifactError, match=r"step_0/state.msgpack is damaged"):
         batches.read_state(tmp_path / "step_0")
+
+
+def test_the_digest_of_a_batch_is_that_of_its_file_before_and_after_it_travelled(tmp_path):
+    written = batch(0)
+    directory = BatchWriter(tmp_path).write(written)
+    in_marker = read_manifest(directory).files["batch.msgpack"].xxh3
+    assert batches.digest_of(written) == in_marker
+    assert batches.digest_of(BatchReader(tmp_path).read(0, timeout=5)) == in_marker
+    assert batches.digest_of(batch(1)) != in_marker

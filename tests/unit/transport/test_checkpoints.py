@@ -59,11 +59,11 @@ def test_of_two_of_one_step_the_sound_one_is_chosen_and_else_that_of_the_earlier
 
 
 def test_a_step_without_a_complete_checkpoint_is_refused_with_those_that_there_are(tmp_path):
-    with pytest.raises(ArtifactError, match="no checkpoint in .* there is no complete one"):
+    with pytest.raises(ArtifactError, match=r"no checkpoint in .* there is no complete one"):
         choose([tmp_path], LATEST)
     publish(tmp_path, 10)
     publish(tmp_path, 20)
-    with pytest.raises(ArtifactError, match="no complete checkpoint of step 15 .* complete are: 10, 20"):
+    with pytest.raises(ArtifactError, match=r"no complete checkpoint of step 15 .* complete are: 10, 20"):
         choose([tmp_path], 15)
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tmp_path):
     with pytest.raises(ArtifactError, match=r"step 20 cannot be used.*ckpt.resume_step = 10"):
         choose([tmp_path], 20)
     damage(tmp_path / "step_10")
-    with pytest.raises(ArtifactError, match="step 10 cannot be used.*none before it that is whole"):
+    with pytest.raises(ArtifactError, match=r"step 10 cannot be used.*none before it that is whole"):
         choose([tmp_path], 10)
 
 
