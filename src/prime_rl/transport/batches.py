@@ -121,6 +121,7 @@ def decode(content: bytes) -> TrainingBatch:
 
 
 def encode_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
+    """A numpy array as it travels: the `enc_hook` of msgspec for structs that hold arrays."""
     assert isinstance(value, np.ndarray), f"cannot send a {type(value).__name__}"
     array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
     assert array.dtype.str in _DTYPES, f"cannot send an array of {array.dtype}"
@@ -128,6 +129,7 @@ def encode_array(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 
 def decode_array(_type: type, value: Any) -> np.ndarray:
+    """The `dec_hook` that belongs to `encode_array`. Raises: ValueError for another dtype."""
     dtype, shape, content = value
     if dtype not in _DTYPES:
         raise ValueError(f"array of dtype {dtype!r}, expected one of {_DTYPES}")
