@@ -60,4 +60,5 @@ def _alone(config: TrainerConfig | SFTConfig) -> dict[str, Any]:
     if isinstance(config, SFTConfig):
         return {}
     fake = config.data.fake or FakeDataConfig()
-    return {"weight_broadcast": FilesystemBroadcastConfig(), "data": RLDataConfig(fake=fake)}
+    none_of_a_run = {"recover": False, "recovery_interval": None, "replay": None}
+    return {"weight_broadcast": FilesystemBroadcastConfig(), "data": RLDataConfig(fake=fake)} | none_of_a_run

@@ -19,6 +19,7 @@ SPEED = "the trainer's matrix products in 8 bits"
 VLLM = "the vLLM backend"
 HF_CODE = "models of other architectures"
 CHECKPOINTS = "checkpoints and resume"
+WEIGHT_FILES = "weights in other kinds of files"
 MONITORS = "monitors"
 EVALUATION = "the full evaluation"
 SFT_DATA = "the full SFT data pipeline"
@@ -38,6 +39,7 @@ class Pending:
 PENDING: dict[str, Pending] = {
     "TrainerModelConfig.tp": Pending(TENSOR_PARALLEL),
     "TrainerModelConfig.fp8": Pending(SPEED),
+    "TrainerCheckpointConfig.weights": Pending(WEIGHT_FILES),
     "ModelConfig.trust_remote_code": Pending(HF_CODE),
     "TokenizerConfig.trust_remote_code": Pending(HF_CODE, neutral=(False,)),
     **dict.fromkeys(
@@ -62,7 +64,7 @@ PENDING: dict[str, Pending] = {
     ),
     **dict.fromkeys(
         [
-            *("_BaseTrainerConfig.ckpt", "OrchestratorConfig.ckpt", "RLConfig.ckpt"),
+            *("OrchestratorConfig.ckpt", "RLConfig.ckpt"),
             *("BufferConfig.easy_fraction", "BufferConfig.hard_fraction", "BufferConfig.hash_keys"),
             "OnlineEvalConfig.skip_eval_on_resume",
         ],

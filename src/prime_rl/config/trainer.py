@@ -350,6 +350,10 @@ class _BaseTrainerConfig(ProcessConfig):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps. None: until stopped."""
 
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Steps in a row whose update is left out because the loss or the gradient is not finite, before the run stops and
+    says why. 0: the first one stops it. Weights that are not finite stop it at once."""
+
     seed: int = 42
     """Seeds initial weights where the model directory has none, dropout (with the rank added), and made-up data.
     (SFT data has `data.seed`.)"""
@@ -459,6 +463,32 @@ class TrainerConfig(_BaseTrainerConfig):
 
     enable_router_replay: bool = False
     """Whether a mixture-of-experts layer takes the experts that the server took (`enable_return_routed_experts`)."""
+
+    recover: bool = False
+    """Go on from the newest complete checkpoint that the run directory holds, or from step 0 where it holds none, and
+    train the batches that are there since again. `rl` sets it when it starts a trainer again."""
+
+    recovery_interval: float | None = Field(default=None, gt=0)
+    """Seconds between two recovery checkpoints, of which the newest stays on disk until the run is complete. None: none
+    are written; `rl` has one of its own for a run that it supervises."""
+
+    keep_batches: bool = False
+    """Whether the batches that no checkpoint needs any more stay on disk, for `replay`."""
+
+    replay: Path | None = None
+    """Directory of recorded batches (`rollouts` of a run) to train on, instead of those of an orchestrator."""
+
+    @model_validator(mode="after")
+    def _batches_come_from_one_place(self) -> Any:
+        if self.replay is not None and self.data.fake is not None:
+            raise Conflict("batches are either recorded or made up: drop one", "replay", "data.fake")
+        if self.ckpt is not None and self.ckpt.skip_dataloader:
+            raise Conflict(
+                "the trainer has no data of its own, only batches by their step; what starts anew is the "
+                "orchestrator's (its ckpt.skip_buffer and ckpt.skip_progress)",
+                "ckpt.skip_dataloader",
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_files(self) -> Any:

@@ -1,8 +1,8 @@
 """Checkpoints on disk, as all processes see them: which there are, and which one a run goes on from. No torch.
 
 `<root>/step_N/` is the run after N optimizer steps, so it goes on with batch N. `root` is `checkpoints/`, or
-`recovery/` with the rolling one of a supervised run. Each is a directory of `transport.manifest`: complete or not there,
-and every file with its digest. The trainer writes all of it, `trainer.ckpt` says how.
+`recovery/` with the rolling one of a supervised run. Each is a directory of `transport.manifest`: complete or not
+there, and every file with its digest. The trainer writes all of it, `trainer.ckpt` says how.
 
     trainer/                      the trainer's own state
     orchestrator/state.msgpack    the orchestrator's, right after batch N - 1 was taken; absent where there was none
