@@ -33,6 +33,12 @@ def launcher_token() -> str:
     return f"{os.getpid()}:{_started(os.getpid())}"
 
 
+def token_of(pid: int) -> str | None:
+    """The same of another process; None for one that is gone, or only waits to be reaped."""
+    started = _started(pid)
+    return None if started is None else f"{pid}:{started}"
+
+
 def is_alive(token: str) -> bool:
     """Whether the process that made `token` still runs."""
     pid, _, started = token.partition(":")

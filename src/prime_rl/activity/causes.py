@@ -1,0 +1,158 @@
+"""Who holds up whom, from the reports of all processes: the chain of waits, and who hangs. Pure.
+
+trainer --waits for batch 8--> orchestrator --waits for rollouts--> inference: stopped. It is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from prime_rl.activity.files import Report, Wait, is_of
+
+LAUNCHER: Final = "launcher"
+CURRENT_S: Final = 10.0
+"""A launcher that could not write its own report for longer takes no others' silence for a hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """From a process, over the waits that lead on, to the process at the end.
+
+    Example: Chain(waits=(("trainer", wait_for_batch), ("orchestrator", wait_for_rollouts)), end="inference")
+    """
+
+    waits: tuple[tuple[str, Wait], ...] = ()
+    end: str
+    """Something is wrong with this process. Else the owner of the last wait: one process or several; or what none of
+    them is, like a disk, or a server that somebody else has started."""
+    trouble: str = ""
+    """What is wrong with the one at the end; "" where nothing is known to be."""
+
+
+def chain(
+    reports: Mapping[str, Report],
+    start: str,
+    trouble: Callable[[str], str],
+    *,
+    leads_on: Callable[[Wait], bool] = lambda wait: True,
+) -> Chain:
+    """The chain from `start` to a process with which something is wrong, in words, as `trouble` says of each.
+
+    Where there is none: the one that its longest waits make. Processes that do the same work stand for each other.
+    """
+    chains = list(_chains(reports, start, trouble, leads_on, frozenset()))
+    return next((one for one in chains if one.trouble), chains[0])
+
+
+def _chains(
+    reports: Mapping[str, Report],
+    owner: str,
+    trouble: Callable[[str], str],
+    leads_on: Callable[[Wait], bool],
+    seen: frozenset[str],
+) -> Iterator[Chain]:
+    """All chains from here, depth first."""
+    members = [name for name in reports if is_of(name, owner)] or [owner]
+    for name in members:
+        if why := trouble(name):
+            yield Chain(end=name, trouble=why)
+    for name in members:
+        report = reports.get(name)
+        for wait in report.waits if report is not None else ():
+            if leads_on(wait) and wait.owner not in seen | {owner}:
+                for rest in _chains(reports, wait.owner, trouble, leads_on, seen | {owner}):
+                    yield Chain(waits=((name, wait), *rest.waits), end=rest.end, trouble=rest.trouble)
+    yield Chain(end=owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """A deadline has passed."""
+
+    culprit: str | None
+    """The process that is to be started again; None where none of the run's is to blame."""
+    reason: str
+    """In words, beginning with a verb. Example: "has given no sign of life for 600 s"""
+
+
+class HangWatch:
+    """Looks at the reports again and again, and says whose deadline has passed. No I/O; its clock is the caller's.
+
+    Silence is measured by the caller's clock, from when a report was first seen to stay as it is: whatever stops all
+    processes of a machine stops this clock as well.
+    """
+
+    def __init__(self, hang_timeout_s: float) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._pids: dict[str, int] = {}
+        self._seen: dict[str, tuple[object, float]] = {}
+        """By process: its last sign of life, and when that was first seen."""
+        self._heard: set[str] = set()
+        """Processes that have given a sign of life since they were started: what a report says is theirs."""
+        self._told: set[tuple[str, str, float]] = set()
+        """Waits that were told of."""
+
+    def look(
+        self, running: Mapping[str, int], reports: Mapping[str, Report], signs: Mapping[str, object], now: float
+    ) -> list[Hang]:
+        """`running`: the processes that shall report, by name, with their pids. `signs`: by process, what changes with
+        every sign of life, the launcher's among them. `now`: seconds. A wait is told of once."""
+        for name, pid in running.items():
+            if self._pids.get(name) != pid:  # it was started, or started again
+                self._pids[name] = pid
+                for known in {name, *(one for one in signs if is_of(one, name))}:
+                    self._seen[known] = signs.get(known), now
+                    self._heard.discard(known)
+        for name, sign in signs.items():
+            if self._seen.setdefault(name, (sign, now))[0] != sign:
+                self._seen[name] = sign, now
+                self._heard.add(name)
+        if LAUNCHER not in self._seen or now - self._seen[LAUNCHER][1] > CURRENT_S:
+            return []  # its disk takes no reports, so theirs tell nothing
+        own = {name: report for name, report in reports.items() if _launched(name, running) and name in self._heard}
+        own = {name: report for name, report in own.items() if not report.ended}
+        found = [hang for name in [*own, *(set(running) - set(own))] if (hang := self._of(name, own, running, now))]
+        hanging = {hang.culprit for hang in found}
+        return found + [hang for hang in self._of_waits(own, running) if hang.culprit not in hanging]
+
+    def _of(self, name: str, reports: Mapping[str, Report], running: Mapping[str, int], now: float) -> Hang | None:
+        culprit = _launched(name, running)
+        which = "" if name == culprit else f"({name}) "
+        silent_s = now - self._seen[name][1]
+        if silent_s >= self._hang_timeout_s:
+            return Hang(culprit=culprit, reason=f"{which}has given no sign of life for {silent_s:.0f} s")
+        if (report := reports.get(name)) is None:
+            return None
+        if report.loop_s is not None and report.loop_s >= self._hang_timeout_s:
+            return Hang(culprit=culprit, reason=f"{which}has an event loop that stands still for {report.loop_s:.0f} s")
+        for task in report.doing:
+            if task.deadline_s is not None and task.for_s >= task.deadline_s:
+                reason = f"{which}has been at the same for {task.for_s:.0f} s: {task.text}"
+                return Hang(culprit=culprit, reason=reason)
+        return None
+
+    def _of_waits(self, reports: Mapping[str, Report], running: Mapping[str, int]) -> Iterator[Hang]:
+        """A wait that is overdue is the fault of whoever is at the end of such waits, unless it has just begun."""
+        for name, report in reports.items():
+            for wait in report.waits:
+                if not wait.is_overdue or (report.token, wait.owner, wait.since) in self._told:
+                    continue
+                end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
+                accused = [one for one in running if is_of(one, end)]
+                ages = [reports[one].age_s if one in reports else 0.0 for one in accused]
+                if wait.deadline_s is not None and ages and max(ages) < wait.deadline_s:
+                    continue  # all were started again meanwhile, and have as long again
+                self._told.add((report.token, wait.owner, wait.since))
+                reason = f"is waited for by {name} since {wait.waited_s:.0f} s: {wait.reason}"
+                for culprit in accused:
+                    yield Hang(culprit=culprit, reason=reason)
+                if not accused:
+                    reason = f"{name} has waited {wait.waited_s:.0f} s for {end}: {wait.reason}"
+                    yield Hang(culprit=None, reason=reason)
+
+
+def _launched(name: str, running: Mapping[str, int]) -> str | None:
+    """Which of the launcher's processes it belongs to."""
+    return next((one for one in running if is_of(name, one)), None)
