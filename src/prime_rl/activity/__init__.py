@@ -40,6 +40,9 @@ NAME: Final = "PRIME_RL_PROCESS"
 SUPERVISED: Final = "PRIME_RL_SUPERVISED"
 """Environment variable, set where a launcher starts again whoever is not done by a deadline."""
 
+DISK: Final = "disk"
+"""The owner of a wait for something that is no process, and that nobody starts again."""
+
 BEAT_S: Final = 1.0
 SHORTEST_S: Final = 0.05
 """Between two reports, however much changes."""
@@ -137,7 +140,7 @@ class Waiting(Task):
         again whom it waits for, who then has as long again. Infinite without a deadline."""
         if self._deadline_s is None:
             return float("inf")
-        return self._deadline_s * (2 if SUPERVISED in os.environ else 1)
+        return self._deadline_s * (2 if SUPERVISED in os.environ and self._owner != DISK else 1)
 
     @property
     def is_overdue(self) -> bool:

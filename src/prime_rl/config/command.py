@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.config.explain import explain
 from prime_rl.config.help import help_text
 from prime_rl.config.load import Resolved, resolve
@@ -177,6 +177,7 @@ def begin(process: str, config: ProcessConfig) -> None:
     file = paths.log(process) if config.log.file and not is_launched else None
     setup_logging(process, config.log.level, file, as_json=config.log.json_logging)
     lifeline.watch_launcher()
+    activity.start(paths.activity, process)
 
 
 def _begin_behind_the_first(process: str, config: ProcessConfig) -> None:
@@ -185,6 +186,7 @@ def _begin_behind_the_first(process: str, config: ProcessConfig) -> None:
     level = "warning" if log.level == "info" else log.level
     setup_logging(f"{process}[{rank}]", level, file, to_terminal=file is None, as_json=log.json_logging)
     lifeline.watch_launcher()
+    activity.start(RunPaths(config.output_dir).activity, process, rank=rank)
 
 
 def _dry_run(name: str, resolved: Resolved[Config], files: Files) -> None:

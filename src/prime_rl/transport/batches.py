@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from prime_rl import activity
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
 from prime_rl.logs import get_logger
@@ -64,29 +65,30 @@ class BatchReader:
 
         `idle` is called before every pause. Raises: DeadlineExceeded saying what it waited for.
         """
-        directory = self.directory(step)
-        start = time.monotonic()
-        next_notice = start + _NOTICE_INTERVAL_S
-        while not (directory / MARKER).exists():
-            now = time.monotonic()
-            if now - start >= timeout:
-                raise DeadlineExceeded(
-                    f"no batch for step {step} appeared in {self._root} within {timeout:g} s; "
-                    "look at the orchestrator's log, or raise batch_timeout"
-                )
-            if now >= next_notice:
-                _logger.info("Waiting for batch %d in %s since %.0f s", step, self._root, now - start)
-                next_notice += _NOTICE_INTERVAL_S
-            if idle is not None:
-                idle()
-            time.sleep(poll)
+        self._wait(activity.waiting("orchestrator", f"batch {step}", deadline_s=timeout), step, poll, idle)
+
+    def _wait(self, waiting: activity.Waiting, step: int, poll: float, idle: Callable[[], None] | None) -> None:
+        next_notice_s = _NOTICE_INTERVAL_S
+        with waiting:
+            while not (self.directory(step) / MARKER).exists():
+                if waiting.is_overdue:
+                    raise DeadlineExceeded(
+                        f"no batch for step {step} appeared in {self._root} within {waiting.patience_s:g} s; "
+                        "look at the orchestrator's log, or raise batch_timeout"
+                    )
+                if waiting.seconds >= next_notice_s:
+                    _logger.info("Waiting for batch %d in %s since %.0f s", step, self._root, waiting.seconds)
+                    next_notice_s += _NOTICE_INTERVAL_S
+                if idle is not None:
+                    idle()
+                time.sleep(poll)
 
     def read(self, step: int, timeout: float, poll: float = 0.05) -> TrainingBatch:
         """Batch `step`, once it is published.
 
         Raises: as `wait`; ArtifactError naming a damaged file.
         """
-        self.wait(step, timeout, poll)
+        self._wait(activity.waiting(activity.DISK, f"batch {step}", deadline_s=timeout), step, poll, None)
         directory = self.directory(step)
         path = directory / _FILE
         try:
