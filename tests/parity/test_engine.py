@@ -60,6 +60,7 @@ class Limits:
     sharing: bool = True
     dtype: str = "float32"
     device: str = "cpu"
+    deterministic: bool = False
 
 
 @asynccontextmanager
@@ -76,6 +77,7 @@ async def running(directory: Path, limits: Limits | None = None) -> AsyncIterato
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "enable_prefix_caching": limits.sharing,
+            "deterministic": limits.deterministic,
             "kv_cache_memory_gb": (limits.num_blocks * block_bytes + 1) / 1024**3 if limits.num_blocks else None,
         }
     )

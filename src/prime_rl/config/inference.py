@@ -179,6 +179,10 @@ class InferenceConfig(ProcessConfig):
     seed: int = 42
     """Seeds sampling of requests without a seed of their own, and weights that are initialised."""
 
+    deterministic: bool = False
+    """Whether a request's tokens and logprobs depend on weights and request alone, to the last bit: not on what runs
+    beside it, nor on how its prompt was cut or cached. For the embedded engine on the CPU; slower."""
+
     api_key: str | None = None
     """Bearer key that every route but `/health` asks for. None: none is asked for, and only loopback is served."""
 
@@ -194,6 +198,23 @@ class InferenceConfig(ProcessConfig):
                 "kv_cache_on_update",
             )
         return given | {"kv_cache_on_update": "recompute"}
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Any:
+        if self.deterministic and self.backend == "vllm":
+            raise Conflict(
+                "deterministic is held by the embedded engine alone: vLLM's numbers depend on what is computed beside "
+                "a request; set backend to 'embedded', or leave deterministic out",
+                "deterministic",
+                "backend",
+            )
+        if self.deterministic and self.device == "cuda":
+            raise Conflict(
+                "deterministic is held on the CPU alone: set device to 'cpu', or leave deterministic out",
+                "deterministic",
+                "device",
+            )
+        return self
 
     @model_validator(mode="after")
     def _lora(self) -> Any:

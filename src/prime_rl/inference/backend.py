@@ -145,6 +145,8 @@ class GenerationRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    choice: int = 0
+    """Which of the completions that were asked for at once; tells apart those without a seed."""
     stream: bool = True
     """False: one item with all tokens at the end. Cheaper by one wake-up of the event loop per token, so whoever needs
     neither tokens as they come nor stop strings should ask for it."""

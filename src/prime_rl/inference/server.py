@@ -85,9 +85,8 @@ def choose_backend(config: InferenceConfig) -> BackendName:
     Raises: ConfigError where it is not installed, or cannot do what the configuration asks for.
     """
     is_installed = importlib.util.find_spec("vllm") is not None
-    wants_vllm = config.backend == "vllm" or (
-        config.backend == "auto" and is_installed and config.device != "cpu" and torch.cuda.is_available()
-    )
+    may_be_vllm = config.backend == "auto" and is_installed and config.device != "cpu" and not config.deterministic
+    wants_vllm = config.backend == "vllm" or (may_be_vllm and torch.cuda.is_available())
     if wants_vllm and not is_installed:
         raise ConfigError("backend = 'vllm', and vLLM is not installed: pip install 'prime-rl[vllm]'")
     if wants_vllm:

@@ -144,6 +144,7 @@ class Service:
                 request_id=uuid.uuid4().hex,
                 prompt_ids=prompt_ids,
                 sampling=sampling,
+                choice=number,
                 stream=stream or bool(stops.strings),
             )
             self.backend.check(request)

@@ -5,7 +5,7 @@ views: whoever writes the parameters in place writes the matrix. Between the pro
 only; a test holds the result equal to `Decoder`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,14 +19,19 @@ from prime_rl.models.native import Buffers, Kernels
 class FusedDecoder:
     """`forward` and `logits` of a float32 (or, where the CPU multiplies it, bfloat16) decoder on the CPU."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, buffers: Buffers, *, max_positions: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, buffers: Buffers, *, max_positions: int, row_by_row: bool = False
+    ) -> None:
+        """`row_by_row`: no token's numbers depend on which others are computed with it, to the last bit; float32."""
         self.decoder = decoder
         self.kernels = kernels
+        self._row_by_row = row_by_row
         self._buffers = buffers
         config = decoder.config
         self._heads = (config.num_heads, config.num_heads + config.num_kv_heads, config.head_dim)
         self._eps = config.rms_norm_eps
-        self._layers = [_FusedLayer(layer) for layer in decoder.model.layers]
+        product = partial(_RowProduct, kernels) if row_by_row else _Product
+        self._layers = [_FusedLayer(layer, product) for layer in decoder.model.layers]
         cos_PD, sin_PD = decoder.rotations(torch.arange(max_positions), torch.float32)
         half = config.head_dim // 2
         self._rotations = cos_PD[:, :half].contiguous(), sin_PD[:, :half].contiguous()
@@ -70,6 +75,9 @@ class FusedDecoder:
         decoder = self.decoder
         head = decoder.model.embed_tokens if decoder.lm_head is None else decoder.lm_head
         out_TV = self._buffers.take(len(hidden_TH), "logits", decoder.config.vocab_size)
+        if self._row_by_row:
+            self.kernels.multiply(hidden_TH, head.weight.detach(), None, out_TV)
+            return out_TV
         if head.weight.dtype == torch.float32:
             return torch.mm(hidden_TH, head.weight.detach().T, out=out_TV)
         return out_TV.copy_(decoder.logits(hidden_TH.to(head.weight.dtype)))
@@ -78,13 +86,13 @@ class FusedDecoder:
 class _FusedLayer:
     """One layer's products and norm weights."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, product: "Callable[[list[nn.Linear]], _Product | _RowProduct]") -> None:
         assert isinstance(layer, DecoderLayer)
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.o = _Product([attention.o_proj])
-        self.gate_up = _Product([mlp.gate_proj, mlp.up_proj])
-        self.down = _Product([mlp.down_proj])
+        self.qkv = product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.o = product([attention.o_proj])
+        self.gate_up = product([mlp.gate_proj, mlp.up_proj])
+        self.down = product([mlp.down_proj])
         self._layer = layer
 
     @property
@@ -110,11 +118,7 @@ class _Product:
         # Inputs by outputs: the layout that multiplies fastest.
         self._weight_XY = torch.cat([linear.weight.detach() for linear in linears]).T.contiguous()
         make_views([linear.weight for linear in linears], self._weight_XY.T)
-        self._bias_Y: Tensor | None = None
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        if biases:
-            self._bias_Y = torch.cat([bias.detach() for bias in biases])
-            make_views(biases, self._bias_Y)
+        self._bias_Y = _joined_bias(linears)
 
     def __call__(self, x_TX: Tensor, out_TY: Tensor) -> Tensor:
         """Write the product to `out_TY` and return it."""
@@ -126,6 +130,31 @@ class _Product:
         else:
             torch.addmm(self._bias_Y, x_TX, self._weight_XY, out=out_TY)
         return out_TY
+
+
+class _RowProduct:
+    """The same, of which no row depends on the others; the matrix stays outputs by inputs."""
+
+    def __init__(self, kernels: Kernels, linears: list[nn.Linear]) -> None:
+        self._kernels = kernels
+        self._weight_YX = torch.cat([linear.weight.detach() for linear in linears])
+        make_views([linear.weight for linear in linears], self._weight_YX)
+        self._bias_Y = _joined_bias(linears)
+
+    def __call__(self, x_TX: Tensor, out_TY: Tensor) -> Tensor:
+        """Write the product to `out_TY` and return it."""
+        self._kernels.multiply(x_TX, self._weight_YX, self._bias_Y, out_TY)
+        return out_TY
+
+
+def _joined_bias(linears: list[nn.Linear]) -> Tensor | None:
+    """The biases one after the other, of which the parameters become views; None where there are none."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if not biases:
+        return None
+    joined = torch.cat([bias.detach() for bias in biases])
+    make_views(biases, joined)
+    return joined
 
 
 def make_views(parameters: Sequence[Tensor], joined: Tensor) -> None:

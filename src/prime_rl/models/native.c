@@ -10,6 +10,8 @@
 
 #define LANES 16
 #define ROWS 4        /* query rows that share one pass over keys and values */
+#define COLS 2        /* columns of a product that share one pass over its rows; the remainder is 1 */
+#define PANEL 16      /* columns of a product that one thread computes for all rows */
 #define STRIP 256     /* positions whose scores are held at a time */
 #define MAX_DIM 256   /* largest head size */
 #define CHUNK 64      /* tokens that the search for the drawn one skips at a time */
@@ -313,6 +315,58 @@ void silu_mul(int64_t num_tokens, int64_t n, const float *x, float *out) {
         for (int64_t i = 0; i < n; i += WIDTH) {
             const vec g = load(gate + i);
             store(out + t * n + i, g / (splat(1.0f) + exp_of(-g)) * load(up + i));
+        }
+    }
+}
+
+/* -- products -------------------------------------------------------------------------------------------------- */
+
+/* out[r][c] = x[r] . w[c] (+ bias[c]) for `rows` rows and `cols` columns. Each is summed in an order of its own. */
+static inline __attribute__((always_inline)) void dots(int rows, int cols, int64_t n, const float *x, const float *w,
+                                                       const float *bias, float *out, int64_t stride) {
+    vec sum[ROWS][COLS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) sum[r][c] = splat(0.0f);
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH)
+        for (int c = 0; c < cols; c++) {
+            const vec weight = load(w + c * n + i);
+            for (int r = 0; r < rows; r++) sum[r][c] += load(x + r * n + i) * weight;
+        }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) {
+            float total = sum_of(sum[r][c]);
+            for (int64_t j = i; j < n; j++) total += x[r * n + j] * w[c * n + j];
+            out[r * stride + c] = bias ? total + bias[c] : total;
+        }
+}
+
+/* out[T, M] = x[T, N] times the transpose of w[M, N], plus bias[M] where it is given. No element depends on which other
+ * rows there are, nor on the number of threads, to the last bit. */
+void multiply(int64_t num_tokens, int64_t n, int64_t m, const float *x, const float *w, const float *bias, float *out) {
+    const int64_t blocks = (m + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_tokens * n * m > 16 * SMALL)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t end = (block + 1) * PANEL < m ? (block + 1) * PANEL : m;
+        for (int64_t t = 0; t < num_tokens; t += ROWS) {
+            const int64_t rows = num_tokens - t < ROWS ? num_tokens - t : ROWS;
+            for (int64_t c = block * PANEL; c < end; c += COLS) {
+                const float *from = x + t * n, *weights = w + c * n, *add = bias ? bias + c : 0;
+                float *to = out + t * m + c;
+                const int cols = end - c < COLS ? 1 : COLS;
+#define CASE(r)                                                                    \
+    case r:                                                                        \
+        if (cols == COLS) dots(r, COLS, n, from, weights, add, to, m);             \
+        else dots(r, 1, n, from, weights, add, to, m);                             \
+        break;
+                switch (rows) {
+                    CASE(1)
+                    CASE(2)
+                    CASE(3)
+                    CASE(4)
+                }
+#undef CASE
+            }
         }
     }
 }

@@ -77,6 +77,8 @@ class Kernels:
         self._norm_rotate.argtypes = [*[integer] * 5, pointer, pointer, pointer, real, pointer, pointer, pointer]
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [integer, integer, pointer, pointer]
+        self._multiply = library.multiply
+        self._multiply.argtypes = [*[integer] * 3, *[pointer] * 4]
         self._sample = library.sample
         self._sample.argtypes = [integer, integer, *[pointer] * 5]
         for function in vars(self).values():
@@ -114,6 +116,14 @@ class Kernels:
     def silu_mul(self, x_T2N: Tensor, out_TN: Tensor) -> None:
         """out = silu(first half of x) * second half."""
         self._silu_mul(*out_TN.shape, x_T2N.data_ptr(), out_TN.data_ptr())
+
+    def multiply(self, x_TN: Tensor, weight_MN: Tensor, bias_M: Tensor | None, out_TM: Tensor) -> None:
+        """out = x @ weight.T + bias, of which no row depends on the others, to the last bit; all are contiguous."""
+        bias = None if bias_M is None else bias_M.data_ptr()
+        rows, size = x_TN.shape
+        self._multiply(
+            rows, size, len(weight_MN), x_TN.data_ptr(), weight_MN.data_ptr(), bias, out_TM.data_ptr()
+        )  # fmt: skip
 
     def sample(
         self, logits_SV: Tensor, inverse_temperatures_S: Tensor, draws_S: Tensor, ids_S: Tensor, logprobs_S: Tensor

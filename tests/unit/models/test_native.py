@@ -45,6 +45,22 @@ def test_silu_mul_equals_torch_also_far_from_zero(rows: int, kernels: Kernels) -
     close(out, F.silu(x[:, :48]) * x[:, 48:])
 
 
+@pytest.mark.parametrize("size", [(8, 3), (13, 16), (256, 100), (300, 33)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_multiply_equals_torch_and_every_row_is_what_it_is_alone(
+    size: tuple[int, int], has_bias: bool, kernels: Kernels
+) -> None:
+    x, weight = random(71, size[0]), random(size[1], size[0], seed=1)
+    bias = random(size[1], seed=2) if has_bias else None
+    out = torch.empty(71, size[1])
+    kernels.multiply(x, weight, bias, out)
+    close(out, F.linear(x, weight, bias), atol=5e-5)
+    for rows in (1, 2, 3, 4, 5, 70):
+        fewer = torch.empty(rows, size[1])
+        kernels.multiply(x[71 - rows :], weight, bias, fewer)
+        assert torch.equal(fewer, out[71 - rows :])
+
+
 STEPS = {
     "decode": ([1, 1, 1, 1, 1], [1, 16, 17, 300, 600]),
     "prefill": ([5, 16, 33], [5, 16, 33]),
@@ -132,14 +148,17 @@ def paged(decoder: Decoder | FusedDecoder, attend: Any) -> torch.Tensor:
         {"model_type": "llama", "mlp_bias": True, "attention_bias": True},
     ],
 )
-def test_the_fused_decoder_equals_the_decoder_also_after_new_weights(change: dict[str, Any], kernels: Kernels) -> None:
+@pytest.mark.parametrize("row_by_row", [False, True])
+def test_the_fused_decoder_equals_the_decoder_also_after_new_weights(
+    change: dict[str, Any], row_by_row: bool, kernels: Kernels
+) -> None:
     torch.manual_seed(0)
     decoders = [Decoder(config(**change)) for _ in range(2)]
     with torch.inference_mode():
         for parameter in decoders[0].parameters():
             parameter.add_(0.2 * random(*parameter.shape))
     load_hf_tensors(decoders[1], hf_tensors(decoders[0]))
-    fused = FusedDecoder(decoders[1], kernels, Buffers(), max_positions=64)
+    fused = FusedDecoder(decoders[1], kernels, Buffers(), max_positions=64, row_by_row=row_by_row)
     for scale in (1.0, 0.9):
         with torch.inference_mode():
             for parameter in decoders[0].parameters():

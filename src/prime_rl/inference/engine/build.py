@@ -34,6 +34,11 @@ def build_engine(config: InferenceConfig) -> Engine:
     dtype = _dtype(config.model.dtype, device)
     directory = resolve_model(config.model.name)
     build = _cpu_runner if device.type == "cpu" else _gpu_runner
+    if config.deterministic and device.type != "cpu":
+        raise ConfigError(
+            "inference.deterministic is held on the CPU alone, where every token is computed by itself: on a GPU its "
+            "numbers depend on what is computed beside it; set inference.device to 'cpu', or leave deterministic out"
+        )
     runner, num_blocks, max_model_len = build(config, directory, dtype, device)
     scheduler = Scheduler(
         BlockCache(num_blocks, config.block_size, sharing=config.enable_prefix_caching),
@@ -50,14 +55,21 @@ def build_engine(config: InferenceConfig) -> Engine:
         config.block_size,
         max_model_len,
     )
-    return Engine(runner, scheduler, eos_token_ids=eos_token_ids(directory), seed=config.seed)
+    return Engine(
+        runner,
+        scheduler,
+        eos_token_ids=eos_token_ids(directory),
+        seed=config.seed,
+        deterministic=config.deterministic,
+    )
 
 
 def _cpu_runner(
     config: InferenceConfig, directory: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Runner, int, int]:
     """The runner, the number of its blocks, and the longest request."""
-    decoder = _decoder(config, directory, _compute_dtype(dtype, device), device)
+    compute_dtype = torch.float32 if config.deterministic else _compute_dtype(dtype, device)
+    decoder = _decoder(config, directory, compute_dtype, device)
     shape = decoder.config
     max_model_len = _max_model_len(config, shape)
     num_blocks, max_model_len = _cache_size(config, shape, dtype, CPU_CACHE_GIB * GIB, max_model_len)
@@ -69,6 +81,7 @@ def _cpu_runner(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         kernels=load_kernels(),
+        deterministic=config.deterministic,
     )
     return runner, num_blocks, max_model_len
 

@@ -24,6 +24,8 @@ from concurrent.futures import Future
 from random import Random
 from typing import Any
 
+import numpy as np
+import xxhash
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -72,14 +74,24 @@ Failure = tuple[_Stream, EngineFailed | RequestError]
 class Engine:
     """Implements `Backend`. Built from complete parts by `engine.build.build_engine`; the thread starts here."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, eos_token_ids: frozenset[int], seed: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        deterministic: bool = False,
+    ) -> None:
+        """`seed` is that of requests without one. `deterministic`: what is drawn is a function of the request alone."""
         self.runner = runner
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = runner.decoder.config.vocab_size
         self.eos_token_ids = eos_token_ids
         self.version = 0
-        self._seeds = Random(seed)
+        self._seed = seed
+        self._seeds = None if deterministic else Random(seed)
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
@@ -134,7 +146,6 @@ class Engine:
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         sampling = request.sampling
-        seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64
         num_top = sampling.num_prompt_logprobs
         scorer = None if num_top is None else PromptScorer(request.prompt_ids, num_top, self.vocab_size)
         return Sequence(
@@ -143,10 +154,20 @@ class Engine:
             prompt_len=len(request.prompt_ids),
             sampling=sampling,
             stop_ids=sampling.stop_ids(self.eos_token_ids),
-            seed=seed,
+            seed=self._seed_of(request),
             reads_history=sampling.reads_history,
             scorer=scorer,
         )
+
+    def _seed_of(self, request: GenerationRequest) -> int:
+        """In 64 bits. Where it may not depend on the order of arrival, the prompt is part of it: the turns of a rollout
+        ask with one seed, and each draws anew."""
+        given = request.sampling.seed
+        if self._seeds is not None:
+            return self._seeds.getrandbits(64) if given is None else given % 2**64
+        base = self._seed + request.choice if given is None else given
+        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        return xxhash.xxh3_64_intdigest(prompt.tobytes(), seed=base % 2**64)
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(hf_tensors(self.runner.decoder))

@@ -68,36 +68,54 @@ class CpuRunner:
         max_num_seqs: int,
         max_model_len: int,
         kernels: Kernels | None = None,
+        deterministic: bool = False,
     ) -> None:
-        """`kernels`, for a decoder on the CPU: used where they take the model's sizes."""
+        """`kernels`, for a decoder on the CPU: used where they take the model's sizes. `deterministic`: no token's
+        numbers depend on what is computed beside it or on how its step was cut, to the last bit; float32 weights."""
         self.decoder = decoder
         self.cache = cache
-        self.sampler = Sampler(cache.keys.device, kernels)
+        self.sampler = Sampler(cache.keys.device, kernels, row_by_row=deterministic)
+        self._deterministic = deterministic
         max_blocks = -(-max_model_len // cache.block_size)
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._model: Decoder | FusedDecoder = decoder
         self._attention: Callable[[PagedStep], Attention] = partial(PagedAttention, cache)
+        self._one_by_one = deterministic
+        """Whether every token is computed in a step of its own: torch's products depend on the number of rows."""
         shape = decoder.config
         if kernels is not None and supports(shape.head_dim, cache.block_size, shape.intermediate_size):
             buffers = Buffers()
-            self._model = FusedDecoder(decoder, kernels, buffers, max_positions=max_model_len)
+            self._model = FusedDecoder(decoder, kernels, buffers, max_positions=max_model_len, row_by_row=deterministic)
             self._attention = partial(NativeAttention, kernels, buffers, cache, shape.num_heads)
+            self._one_by_one = False
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> Launched:
         """Compute all chunks and draw the tokens, before it returns."""
-        ids_T, step = self._arrays(chunks)
-        positions_T = torch.from_numpy(step.positions.astype(np.int64))
-        hidden_TH = self._model(ids_T, positions_T, self._attention(step))
-        score_prompts(chunks, hidden_TH, self._model.logits)
+        hidden_TH = self._hidden(chunks)
+        score_prompts(chunks, hidden_TH, self._logits, max_rows=1 if self._deterministic else None)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sequences:
             return Launched(sequences=[], collect=lambda: None)
-        if len(sequences) < len(ids_T):
-            last = np.cumsum(step.lengths) - 1
+        if len(sequences) < len(hidden_TH):
+            last = np.cumsum([chunk.length for chunk in chunks]) - 1
             hidden_TH = hidden_TH[torch.from_numpy(last[np.array([chunk.samples for chunk in chunks])])]
-        sampled = self.sampler.sample(self._model.logits(hidden_TH), sequences)
+        sampled = self.sampler.sample(self._logits(hidden_TH), sequences)
         return Launched(sequences=sequences, collect=lambda: sampled)
+
+    def _hidden(self, chunks: Seq[Chunk]) -> Tensor:
+        """Final hidden states [T, H] of all tokens of the chunks."""
+        if self._one_by_one and sum(chunk.length for chunk in chunks) > 1:
+            each = (Chunk(chunk.sequence, chunk.start + i, 1) for chunk in chunks for i in range(chunk.length))
+            return torch.cat([self._hidden([one]) for one in each])
+        ids_T, step = self._arrays(chunks)
+        positions_T = torch.from_numpy(step.positions.astype(np.int64))
+        return self._model(ids_T, positions_T, self._attention(step))
+
+    def _logits(self, hidden_TH: Tensor) -> Tensor:
+        if self._one_by_one:
+            return torch.cat([self._model.logits(hidden_H[None].clone()) for hidden_H in hidden_TH])
+        return self._model.logits(hidden_TH)
 
     def _arrays(self, chunks: Seq[Chunk]) -> tuple[Tensor, PagedStep]:
         """Token ids [T] of the step, and where its tokens stand."""

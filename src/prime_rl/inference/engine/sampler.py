@@ -46,14 +46,19 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Sampler:
     """Samples for a changing set of sequences; what depends on the set alone is kept while it stays the same."""
 
-    def __init__(self, device: torch.device, kernels: Kernels | None = None) -> None:
-        """`kernels`: for logits on the CPU; they draw in one pass where no row asks for more than a temperature."""
+    def __init__(self, device: torch.device, kernels: Kernels | None = None, *, row_by_row: bool = False) -> None:
+        """`kernels`: for logits on the CPU; they draw in one pass where no row asks for more than a temperature.
+        `row_by_row`: what is drawn for a row does not depend on the others, to the last bit."""
         self.device = device
         self.kernels = kernels
+        self._row_by_row = row_by_row
         self._plan = Plan([], device)
 
     def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
         """One token for each sequence; `logits_SV` may be overwritten. FloatingPointError when they are not finite."""
+        if self._row_by_row and len(sequences) > 1:
+            rows = [self.sample(logits_SV[row : row + 1], [sequence]) for row, sequence in enumerate(sequences)]
+            return _together(rows)
         if self._plan.sequences != sequences:
             self._plan = Plan(list(sequences), self.device)
         plan = self._plan
@@ -75,6 +80,16 @@ class Sampler:
             top_logprobs=top_logprobs,
             undrawn=_undrawn(chosen_S, logits_SV),
         )
+
+
+def _together(rows: Seq[Sampled]) -> Sampled:
+    """What was sampled for one row each."""
+    return Sampled(
+        token_ids=[row.token_ids[0] for row in rows],
+        logprobs=[row.logprobs[0] for row in rows],
+        top_logprobs={number: row.top_logprobs[0] for number, row in enumerate(rows) if row.top_logprobs},
+        undrawn=frozenset(number for number, row in enumerate(rows) if row.undrawn),
+    )
 
 
 def _undrawn(chosen_S: Tensor, logits_SV: Tensor) -> frozenset[int]:
