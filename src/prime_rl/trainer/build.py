@@ -120,6 +120,7 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
                 max_row_tokens=inputs.max_row_tokens,
                 row_cost=_row_cost(cost),
                 min_step_time_s=config.debug.min_step_time,
+                max_skipped_steps=config.max_skipped_steps,
                 ranks=ranks,
                 profile=StepProfile(
                     memory_dir=config.memory_profiler_path,

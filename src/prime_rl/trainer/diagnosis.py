@@ -85,6 +85,20 @@ def of_zero_gradient(batch: TrainingBatch, metrics: Mapping[str, float]) -> str:
     )
 
 
+def of_skipping(num_skipped: int, limit: int, *, may_go_on: bool) -> str:
+    """What becomes of a step whose loss or gradient is not finite: the `num_skipped`th such step in a row, of which
+    `limit` are left out. `may_go_on`: the weights are sound."""
+    if may_go_on and num_skipped <= limit:
+        return (
+            f"this step's update is left out, the weights stay as they are, and training goes on ({num_skipped} in a "
+            f"row; after more than max_skipped_steps = {limit} it stops)"
+        )
+    stopped = "training stopped before these gradients reached the weights"
+    if num_skipped == 1:
+        return stopped
+    return f"{stopped}, and the updates of the {num_skipped - 1} steps before were left out for such a reason, too"
+
+
 def of_not_finite(
     step: int,
     *,
@@ -93,17 +107,19 @@ def of_not_finite(
     metrics: Mapping[str, float],
     weight: str | None,
     gradient: str | None,
+    outcome: str,
 ) -> str:
-    """What to say when the loss or the gradient norm is not finite, and training stops.
+    """What to say when the loss or the gradient norm is not finite.
 
-    `losses`: of each micro-batch. `weight`, `gradient`: from `first_not_finite`, on any rank.
+    `losses`: of each micro-batch. `weight`, `gradient`: from `first_not_finite`, on any rank. `outcome`: from
+    `of_skipping`.
     """
     culprits = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
     if culprits:
         what = f"the loss of micro-batch {culprits[0]} of {len(losses)} is {losses[culprits[0]]}"
     else:
         what = f"the gradient norm is {grad_norm}"
-    head = f"step {step}: {what}; training stopped before these gradients reached the weights. "
+    head = f"step {step}: {what}; {outcome}. "
     history = "Look at mismatch_kl/max, entropy/mean and optim/grad_norm of the last steps in the metrics file"
     if weight is not None:
         return (

@@ -58,6 +58,8 @@ class LoopOptions:
     row_cost: CostModel
     """What documents are dealt to several ranks by."""
     min_step_time_s: float = 0.0
+    max_skipped_steps: int = 0
+    """In a row, whose update may be left out because the loss or the gradient is not finite."""
     ranks: Ranks = ALONE
     profile: StepProfile = NO_PROFILE
 
@@ -96,13 +98,15 @@ class Trainer:
         self._meter = meter
         self._options = options
         self._ranks = options.ranks
+        self.num_skipped = 0
+        """Steps in a row, up to now, whose update was left out. The same on all ranks, and part of a checkpoint."""
 
     def run(self) -> None:
         """Train from step 0.
 
         Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError for a batch
         that does not fit the model, or is not the same on all ranks; PrimeRLError for a loss or gradient that is not
-        finite; ArtifactError for weights that cannot be written.
+        finite in too many steps; ArtifactError for weights that cannot be written.
         """
         max_steps = self._options.max_steps
         with controlled_garbage() as after_step:
@@ -176,37 +180,51 @@ class Trainer:
         if (warning := diagnosis.of_batch(batch)) is not None:
             self._warn(warning)
         if batch.num_loss_tokens == 0:
-            return {"loss/mean": 0.0, "optim/grad_norm": 0.0}
+            return {"loss/mean": 0.0, "optim/grad_norm": 0.0, "optim/skipped": 0.0}
         dealt = deal(batch, self._ranks.size, self._options.max_row_tokens, self._options.row_cost)
         own = dealt.rows[self._ranks.rank]
         result = accumulate_gradients(self._model, self._loss, batch, rows=own, ranks=self._ranks)
         loss, grad_norm = math.fsum(result.per_micro_batch), self._optimizer.clip()
         metrics = {**result.metrics, **dealt.metrics, "loss/mean": loss, "optim/grad_norm": grad_norm}
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._log(step, metrics)
-            raise PrimeRLError(self._why_not_finite(step, result.per_micro_batch, metrics))
+            return metrics | self._skip(step, result.per_micro_batch, metrics)
+        self.num_skipped = 0
         if grad_norm == 0 and warning is None:
             self._warn(diagnosis.of_zero_gradient(batch, metrics))
         if (warning := diagnosis.of_entropy(step, metrics)) is not None:
             self._warn(warning)
-        return metrics | {"optim/lr": self._optimizer.apply(step)}
+        return metrics | {"optim/skipped": 0.0, "optim/lr": self._optimizer.apply(step)}
 
-    def _why_not_finite(self, step: int, losses: Sequence[float], metrics: Mapping[str, float]) -> str:
-        """All ranks look, each at its slices, and say the same."""
+    def _skip(self, step: int, losses: Sequence[float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Leave out the update of a step whose loss or gradient is not finite, and count it.
+
+        All ranks look, each at its slices, and decide and say the same.
+        Raises: PrimeRLError where the weights are not finite either, or it is one such step in a row too many.
+        """
         parameters = self._model.parameters
         own = (
             diagnosis.first_not_finite(parameters.items()),
             diagnosis.first_not_finite((name, parameter.grad) for name, parameter in parameters.items()),
         )
         weights, gradients = zip(*self._ranks.gathered(own), strict=True)
-        return diagnosis.of_not_finite(
+        weight, limit = next(filter(None, weights), None), self._options.max_skipped_steps
+        self.num_skipped += 1
+        skipped = {"optim/skipped": float(self.num_skipped)}
+        reason = diagnosis.of_not_finite(
             step,
             losses=losses,
             grad_norm=metrics["optim/grad_norm"],
             metrics=metrics,
-            weight=next(filter(None, weights), None),
+            weight=weight,
             gradient=next(filter(None, gradients), None),
+            outcome=diagnosis.of_skipping(self.num_skipped, limit, may_go_on=weight is None),
         )
+        if weight is not None or self.num_skipped > limit:
+            self._log(step, {**metrics, **skipped})
+            raise PrimeRLError(reason)
+        self._warn(reason)
+        self._optimizer.drop_gradients()
+        return skipped
 
     def _warn(self, text: str) -> None:
         if self._ranks.is_leader:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from prime_rl.data.samples import TrainingBatch
-from prime_rl.trainer.diagnosis import first_not_finite, of_batch, of_entropy, of_not_finite, of_zero_gradient
+from prime_rl.trainer.diagnosis import (
+    first_not_finite,
+    of_batch,
+    of_entropy,
+    of_not_finite,
+    of_skipping,
+    of_zero_gradient,
+)
 
 
 def with_rows(batch: TrainingBatch, **changes) -> TrainingBatch:
@@ -96,7 +103,7 @@ def test_a_zero_gradient_of_a_batch_without_advantages_is_explained_by_the_batch
 )
 def test_what_is_not_finite_is_traced_to_the_first_stage_that_is_not(changes, reason):
     facts = {"losses": [0.5, math.nan], "grad_norm": 1.0, "metrics": {}, "weight": None, "gradient": None}
-    facts |= changes
+    facts |= {"outcome": of_skipping(1, 0, may_go_on=True)} | changes
     said = of_not_finite(7, **facts)
     if math.isnan(facts["losses"][1]):
         assert said.startswith("step 7: the loss of micro-batch 1 of 2 is nan; training stopped")
@@ -105,8 +112,21 @@ def test_what_is_not_finite_is_traced_to_the_first_stage_that_is_not(changes, re
     assert reason.lower() in said.lower()
 
 
+@pytest.mark.parametrize(
+    ("num", "limit", "may_go_on", "said"),
+    [
+        (1, 0, True, "training stopped before these gradients reached the weights"),
+        (1, 3, False, "training stopped before these gradients reached the weights"),
+        (1, 1, True, "training goes on (1 in a row; after more than max_skipped_steps = 1 it stops)"),
+        (4, 3, True, "the updates of the 3 steps before were left out for such a reason, too"),
+    ],
+)
+def test_what_becomes_of_a_step_that_is_not_finite_depends_on_those_before_it(num, limit, may_go_on, said):
+    assert of_skipping(num, limit, may_go_on=may_go_on).endswith(said)
+
+
 def test_weights_that_are_not_finite_at_the_start_came_from_the_model_directory():
-    said = of_not_finite(0, losses=[math.nan], grad_norm=0.0, metrics={}, weight="w", gradient=None)
+    said = of_not_finite(0, losses=[math.nan], grad_norm=0.0, metrics={}, weight="w", gradient=None, outcome="x")
     assert "w first: the model directory holds such values" in said
 
 

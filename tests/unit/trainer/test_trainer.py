@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import math
 import time
@@ -95,7 +96,7 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     assert set(row) == {
         *("loss/mean", "entropy/mean", "entropy/max", "mismatch_kl/mean", "mismatch_kl/max"),
         *("is_masked/mean", "is_masked/max", "importance_ratio/mean", "importance_ratio/max"),
-        *("optim/grad_norm", "optim/lr"),
+        *("optim/grad_norm", "optim/lr", "optim/skipped"),
         *("perf/throughput", "perf/throughput_compute", "perf/peak_memory_gib"),
         *("perf/mfu", "perf/mfu_compute", "perf/mfu_published", "perf/mfu_published_compute"),
         *("time/step", "time/wait_for_batch", "time/forward_backward", "time/publish"),
@@ -104,6 +105,7 @@ def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_bat
     }
     assert all(math.isfinite(value) for value in row.values())
     assert row["optim/lr"] == 5e-3
+    assert row["optim/skipped"] == 0
     assert row["mismatch_kl/mean"] > 0
     assert 0 < row["entropy/mean"] <= row["entropy/max"] <= math.log(300) + 1e-5
 
@@ -217,6 +219,80 @@ def test_a_gradient_that_is_not_finite_stops_too(decoder, make_batch):
 
     built, publisher, _ = trainer(decoder, make_batch(0), loss=loss)
     with pytest.raises(PrimeRLError, match="step 0: the gradient norm is nan; training stopped"):
+        built.run()
+    assert publisher.published == []
+
+
+class SpoiltAt:
+    """A loss that at some steps, of one micro-batch each, is NaN, and so is every gradient of it."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.step = -1
+
+    def __call__(self, streams) -> LossOutput:
+        self.step += 1
+        factor = math.nan if self.step in self.steps else 1.0
+        return LossOutput(sums={"rl": -factor * streams.logprobs_N.sum()}, metrics_N={"entropy": streams.entropies_N})
+
+
+def weights_of(model) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_counted_and_training_goes_on(decoder, make_batch, caplog):
+    batches = [make_batch(step, seed=step, seq_len=64, count=2) for step in range(4)]
+    built, publisher, monitor = trainer(decoder, *batches, loss=SpoiltAt(1, 2), max_skipped_steps=2)
+    built.run()
+    assert [step for step, _ in publisher.published] == [1, 2, 3, 4]
+    after = [value for _, value in publisher.published]
+    assert after[0] == after[1] == after[2] != after[3]
+    assert [row["optim/skipped"] for _, row in monitor.rows] == [0, 1, 2, 0]
+    assert ["optim/lr" in row for _, row in monitor.rows] == [True, False, False, True]
+    assert built.num_skipped == 0
+    said = [record.message for record in caplog.records if "left out" in record.message]
+    assert [line.split(";")[0] for line in said] == [
+        "Step 1: the loss of micro-batch 0 of 1 is nan",
+        "Step 2: the loss of micro-batch 0 of 1 is nan",
+    ]
+    assert "training goes on (2 in a row; after more than max_skipped_steps = 2 it stops)" in said[1]
+    assert "so the loss function made it" in said[0]
+
+
+def test_the_weights_after_a_step_that_was_left_out_are_those_of_a_run_without_its_batch(decoder, make_batch):
+    twin = copy.deepcopy(decoder)
+    batches = [make_batch(step, seed=step, seq_len=64, count=2) for step in range(3)]
+    trainer(decoder, *batches, loss=SpoiltAt(1), lr=1e-2, max_skipped_steps=1)[0].run()
+    kept = [batches[0], msgspec.structs.replace(batches[2], step=1)]
+    straight, _, _ = trainer(twin, *kept, loss=SpoiltAt())
+    straight._optimizer._schedule = {0: 1e-2, 1: 1e-2 / 3}.__getitem__  # the rates of steps 0 and 2
+    straight.run()
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(decoder), weights_of(twin), strict=True))
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_with_the_reason(decoder, make_batch):
+    before = weights_of(decoder)
+    batches = [make_batch(step, seq_len=64, count=2) for step in range(4)]
+    built, publisher, monitor = trainer(decoder, *batches, loss=SpoiltAt(0, 1, 2, 3), max_skipped_steps=2)
+    with pytest.raises(PrimeRLError, match=r"step 2: the loss .* the updates of the 2 steps before were left out"):
+        built.run()
+    assert [step for step, _ in publisher.published] == [1, 2]
+    assert [row["optim/skipped"] for _, row in monitor.rows] == [1, 2, 3]
+    assert all(torch.equal(old, new) for old, new in zip(before, decoder.parameters(), strict=True))
+
+
+def test_steps_that_were_left_out_before_count_on(decoder, make_batch):
+    built, _, _ = trainer(decoder, make_batch(0, seq_len=64, count=2), loss=SpoiltAt(0), max_skipped_steps=2)
+    built.num_skipped = 2  # as a checkpoint has it
+    with pytest.raises(PrimeRLError, match="of the 2 steps before"):
+        built.run()
+
+
+def test_weights_that_are_not_finite_end_the_run_at_once_however_many_steps_may_be_left_out(decoder, make_batch):
+    with torch.no_grad():
+        decoder.get_parameter("model.norm.weight")[0] = math.inf
+    built, publisher, _ = trainer(decoder, make_batch(0), max_skipped_steps=5)
+    with pytest.raises(PrimeRLError, match=r"training stopped .*\. The weights themselves are not finite, model.norm"):
         built.run()
     assert publisher.published == []
 

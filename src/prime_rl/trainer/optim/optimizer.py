@@ -111,9 +111,13 @@ class Optimizer:
         for rule, slots in self._groups:
             for visiting in (slots,) if self._host is None else self._host.visits(slots):
                 rule.update(visiting, lr, self._updates)
+        self.drop_gradients()
+        return lr
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients, so that the next step begins with none."""
         for parameter in self._parameters:
             parameter.grad = None
-        return lr
 
     def state_dict(self) -> dict[str, Any]:
         """The state itself, not a copy: number of updates, and tensors by parameter, sliced as the parameters are.
