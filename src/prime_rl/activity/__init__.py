@@ -31,6 +31,7 @@ from typing import Final, Self
 from prime_rl import lifeline
 from prime_rl.activity import files
 from prime_rl.activity.files import Report
+from prime_rl.logs import get_logger
 
 Text = str | Callable[[], str]
 """Words, or what gives them when they are written: in the thread, at most about once a second."""
@@ -72,6 +73,7 @@ class _Beats:
         return lost_s + max(0.0, now - beat_at - SLACK_S)
 
 
+_logger = get_logger(__name__)
 _beats = _Beats()
 
 
@@ -107,14 +109,10 @@ class Task:
         """It is over. Again is no harm."""
         self._reporter.remove(self)
 
-    def beat(self) -> None:
-        """It got further: its deadline begins anew."""
-        self._got_on_at = clock()
-
     @property
     def seconds(self) -> float:
         """Since it began, or got further."""
-        return clock() - self._got_on_at
+        return clock() - max(self._got_on_at, self._reporter.got_on_at)
 
     def said(self) -> str:
         """Its words. Those of before where they cannot be had: what they are made of changes meanwhile."""
@@ -135,12 +133,16 @@ class Waiting(Task):
         self._owner = owner
 
     @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return clock() - self._got_on_at
+
+    @property
     def patience_s(self) -> float:
-        """Seconds after which this process gives up: twice the deadline where a launcher, at the deadline, starts
-        again whom it waits for, who then has as long again. Infinite without a deadline."""
+        """Seconds after which this process gives up. Infinite without a deadline."""
         if self._deadline_s is None:
             return float("inf")
-        return self._deadline_s * (2 if SUPERVISED in os.environ and self._owner != DISK else 1)
+        return self._deadline_s if self._owner == DISK else patience_s(self._deadline_s)
 
     @property
     def is_overdue(self) -> bool:
@@ -164,24 +166,30 @@ class _Reporter:
         self._tasks: dict[int, Task] = {}
         self._children: dict[str, str] = {}
         self._looped_at: float | None = None
+        self.got_on_at = 0.0
+        """When whatever this process is at got further last."""
+        self.name = ""
         self._changed = threading.Event()
         self._writing = threading.Lock()
         self._directory: Path | None = None
         self._process = ""
+        self._has_begun = False
         self._began_at = 0.0
         self._is_over = False
+        self._thread: threading.Thread | None = None
 
     def start(self, directory: Path, process: str) -> None:
         """Write reports from now on."""
-        is_running = self._directory is not None
         self._directory, self._process, self._began_at = directory, process, clock()
         self._is_over = False
-        if is_running:
-            self._changed.set()
-            return
-        _beats.beat()
-        threading.Thread(target=self._run, name="activity", daemon=True).start()
-        atexit.register(self.close)
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._changed.set()
+        if self._thread is None or not self._thread.is_alive():
+            _beats.beat()
+            self._thread = threading.Thread(target=self._run, name="activity", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
 
     def close(self) -> None:
         """Write the last report."""
@@ -189,6 +197,7 @@ class _Reporter:
         self._write()
 
     def add(self, task: Task) -> None:
+        self._has_begun = True
         self._tasks[id(task)] = task
         self._changed.set()
 
@@ -204,6 +213,9 @@ class _Reporter:
         if self._children.pop(name, None) is not None:
             self._changed.set()
 
+    def got_on(self) -> None:
+        self.got_on_at = clock()
+
     def looped(self) -> None:
         self._looped_at = clock()
 
@@ -212,7 +224,10 @@ class _Reporter:
             self._changed.wait(BEAT_S)
             self._changed.clear()
             _beats.beat()
-            self._write()
+            try:
+                self._write()
+            except Exception:  # a supervision point: no report is worth a run, nor the clock
+                _logger.debug("No report was written", exc_info=True)
             time.sleep(SHORTEST_S)
 
     def _write(self) -> None:
@@ -228,6 +243,8 @@ class _Reporter:
 
     def _report(self) -> Report:
         tasks = list(self._tasks.values())
+        if not self._has_begun:
+            tasks = [Task(self, "starting", None)]
         waits = [task.as_wait() for task in tasks if isinstance(task, Waiting)]
         return Report(
             process=self._process,
@@ -253,7 +270,13 @@ def start(directory: Path, process: str, *, rank: int = 0) -> None:
     `rank`: among processes that do its work together.
     """
     name = os.environ.get(NAME) or process
+    _here.name = name
     _here.start(directory, name if rank == 0 else f"{name}-{rank}")
+
+
+def own_name() -> str:
+    """The name under which this process reports, and other ranks of it; "" before `start`."""
+    return _here.name
 
 
 def doing(text: Text, *, deadline_s: float | None = None) -> Task:
@@ -267,6 +290,17 @@ def waiting(owner: str, reason: Text, *, deadline_s: float | None) -> Waiting:
     It ends nothing: whoever waits asks `is_overdue`, or has a deadline of its own.
     """
     return Waiting(_here, owner, reason, deadline_s)
+
+
+def patience_s(deadline_s: float) -> float:
+    """Seconds after which a process gives up a wait: twice the deadline where a launcher, at the deadline, starts again
+    whom it waits for, who then has as long again."""
+    return deadline_s * (2 if SUPERVISED in os.environ else 1)
+
+
+def beat() -> None:
+    """What this process is at got further: its deadline begins anew. Costs less than a microsecond."""
+    _here.got_on()
 
 
 def loop_beat() -> None:

@@ -73,13 +73,9 @@ def is_of(process: str, owner: str) -> bool:
 
 
 def write_report(directory: Path, report: Report) -> None:
-    """Exchange the file whole. Raises: OSError."""
+    """Exchange the file whole; the directory is there. Raises: OSError."""
     temporary = directory / f".{report.process}.tmp.json"
-    try:
-        temporary.write_bytes(msgspec.json.encode(report))
-    except FileNotFoundError:
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(report))
+    temporary.write_bytes(msgspec.json.encode(report))
     temporary.replace(_path(directory, report.process))
 
 
