@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from prime_rl import activity
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.data.balance import CostModel
 from prime_rl.data.rendering import load_tokenizer
@@ -68,7 +69,7 @@ def patience(config: TrainerConfig | SFTConfig) -> float:
     if not isinstance(config, TrainerConfig):
         return 0.0
     broadcast = config.weight_broadcast
-    return config.batch_timeout + (3 * broadcast.timeout if broadcast.type == "nccl" else 0)
+    return activity.patience_s(config.batch_timeout) + (3 * broadcast.timeout if broadcast.type == "nccl" else 0)
 
 
 def seed_dropout(seed: int, ranks: Ranks) -> None:
@@ -81,7 +82,8 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
     directory, batches, paths = inputs.directory, inputs.batches, RunPaths(config.output_dir)
-    model = build_model(config.model, directory, ranks, seed=config.seed)
+    with activity.doing("loading the model"):
+        model = build_model(config.model, directory, ranks, seed=config.seed)
     seed_dropout(config.seed, ranks)  # now: drawing the weights of a model of transformers seeds all GPUs alike
     cost = cost_of(model.model, read_json(directory / "config.json"))
     device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"

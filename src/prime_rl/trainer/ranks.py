@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from prime_rl import activity
 from prime_rl.errors import ConfigError
 
 
@@ -30,6 +31,8 @@ class Ranks:
     """The gloo group of all ranks; None for a process alone."""
     words: Any = None
     """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
+    patience_s: float | None = None
+    """How long that is."""
 
     @property
     def is_leader(self) -> bool:
@@ -44,7 +47,8 @@ class Ranks:
     def hear(self) -> str:
         """Called by all others: waits for the word of rank 0."""
         words = [""]
-        dist.broadcast_object_list(words, src=0, group=self.words)
+        with activity.waiting(activity.own_name(), "the word of rank 0", deadline_s=self.patience_s):
+            dist.broadcast_object_list(words, src=0, group=self.words)
         return words[0]
 
     def gathered(self, value: Any) -> list[Any]:
@@ -84,10 +88,13 @@ def joined(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
+    with activity.waiting(activity.own_name(), f"all {size} ranks to meet", deadline_s=timeout):
+        dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
-    yield Ranks(rank=rank, size=size, device=device, control=control, words=words)
+    yield Ranks(
+        rank=rank, size=size, device=device, control=control, words=words, patience_s=timeout + patience
+    )
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 
 

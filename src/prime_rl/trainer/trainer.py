@@ -23,6 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from prime_rl import activity
 from prime_rl.data.balance import CostModel
 from prime_rl.data.packing import deal
 from prime_rl.data.samples import MicroBatch, TrainingBatch
@@ -40,6 +41,9 @@ from prime_rl.trainer.profile import NO_PROFILE, StepProfile
 from prime_rl.trainer.publish.publishers import Publisher
 from prime_rl.trainer.ranks import ALONE, Ranks
 from prime_rl.trainer.streams import BatchSource, DeviceBatch, LossFunction
+
+STUCK_S: Final = 3600.0
+"""A trainer that is at one micro-batch for longer hangs. The first of a run may compile the model."""
 
 _BATCH: Final = "batch"
 _CATCH_UP: Final = "catch up"
@@ -121,11 +125,13 @@ class Trainer:
         batch = self._next_batch(step)
         self._check_fit(batch)
         received = time.perf_counter()
-        metrics = self._train(step, batch)
-        trained = self._meter.finished()
+        with activity.doing(f"training step {step}", deadline_s=STUCK_S):
+            metrics = self._train(step, batch)
+            trained = self._meter.finished()
         time.sleep(max(0.0, self._options.min_step_time_s - (trained - received)))
         before_publish = time.perf_counter()
-        self._publisher.publish(step + 1)
+        with activity.doing(f"publishing weights {step + 1}"):
+            self._publisher.publish(step + 1)
         end = time.perf_counter()
         metrics |= self._meter.measure(batch, step_s=end - start, compute_s=trained - received)
         metrics |= {
@@ -250,6 +256,7 @@ def accumulate_gradients(
     losses: list[Tensor] = []
     metrics = MetricSums()
     for row in rows:
+        activity.beat()
         tokens = DeviceBatch.from_numpy(row, model.device)
         output = loss(tokens.streams(*model.score(tokens)))
         row_loss = torch.stack([total / max(1, counts[stream]) for stream, total in output.sums.items()]).sum()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from prime_rl import activity
 from prime_rl.errors import ArtifactError, DeadlineExceeded
 from prime_rl.paths import step_dir
 from prime_rl.transport.manifest import PublishedWeights, complete_steps, draft_dir, remove_dir
@@ -47,17 +48,17 @@ def wait_until_ready(root: Path, step: int, *, timeout: float, sleep: Callable[[
 
     Raises: DeadlineExceeded after `timeout` seconds.
     """
-    end = time.monotonic() + timeout
     ready = ready_file(root, step)
-    while not ready.exists():
-        if is_over(root):
-            return False
-        if time.monotonic() >= end:
-            raise DeadlineExceeded(
-                f"nobody was ready to receive weights {step} within {timeout:g} s (weight_broadcast.timeout): the "
-                f"orchestrator did not write {ready}; look at its log, or set weight_broadcast.type = 'filesystem'"
-            )
-        sleep(_POLL_S)
+    with activity.waiting("orchestrator", f"all servers to be ready for weights {step}", deadline_s=timeout) as waiting:
+        while not ready.exists():
+            if is_over(root):
+                return False
+            if waiting.seconds >= timeout:  # nobody is started again for it: weights come as files then
+                raise DeadlineExceeded(
+                    f"nobody was ready to receive weights {step} within {timeout:g} s (weight_broadcast.timeout): the "
+                    f"orchestrator did not write {ready}; look at its log, or set weight_broadcast.type = 'filesystem'"
+                )
+            sleep(_POLL_S)
     return not is_over(root)
 
 

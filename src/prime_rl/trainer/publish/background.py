@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.errors import ArtifactError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.trainer.publish.staging import Lot, Named, lots
@@ -69,9 +70,9 @@ class Snapshot:
         """
         with closing(lots(tensors)) as copied:
             for lot in copied:
-                start = time.monotonic()
+                start = activity.clock()
                 while not self._has_room(lot.num_bytes):
-                    while_waiting(time.monotonic() - start)
+                    while_waiting(activity.clock() - start)
                 with self._changed:
                     if self._is_dropped:
                         return False
@@ -144,7 +145,8 @@ class _Job:
     def _run(self, write: Callable[[Snapshot], object]) -> None:
         start = time.perf_counter()
         try:
-            write(self.snapshot)
+            with activity.doing(f"writing {Path(self._name).name}"):
+                write(self.snapshot)
             _logger.debug("Published %s in %.2f s", self, time.perf_counter() - start)
         except PrimeRLError as error:  # raised by whatever the loop does next
             self.error = error
@@ -193,13 +195,13 @@ class BackgroundWriter:
         job = self._job
         if job is None:
             return
-        start = time.monotonic()
-        while job.thread.is_alive():
-            job.thread.join(TICK_S)
-            if job.thread.is_alive():
-                self._tick(job, time.monotonic() - start)
-        if (waited := time.monotonic() - start) > WORTH_TELLING_S:
-            _logger.info("Waited %.1f s for the disk to take %s", waited, job)
+        with activity.waiting(activity.DISK, lambda: f"it to take {job}", deadline_s=job.patience()) as waiting:
+            while job.thread.is_alive():
+                job.thread.join(TICK_S)
+                if job.thread.is_alive():
+                    self._tick(job, waiting.seconds)
+        if waiting.seconds > WORTH_TELLING_S:
+            _logger.info("Waited %.1f s for the disk to take %s", waiting.seconds, job)
         self._job = None
         if job.error is not None and not job.is_left:
             raise job.error
