@@ -220,6 +220,10 @@ class OrchestratorConfig(ProcessConfig):
     seed: int = 42
     """Seeds the order of the examples."""
 
+    deterministic: bool = False
+    """Whether what makes a batch depends on seed and weights alone: groups are run in rounds and judged in their order,
+    and every request has a seed of its own. Needs `max_async_level = 0`, and one server that is deterministic too."""
+
     log: LogConfig = Field(default_factory=LogConfig)
 
     @property
@@ -328,6 +332,25 @@ class OrchestratorConfig(ProcessConfig):
                 "batch_size",
                 "token_batch_size",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_deterministic(self) -> Any:
+        if self.deterministic and self.max_async_level:
+            raise Conflict(
+                "with generation ahead of training it is a matter of time which weights sample what: set "
+                "max_async_level to 0, or leave deterministic out",
+                "deterministic",
+                "max_async_level",
+            )
+        if self.deterministic and len(self.client.base_url) > 1:
+            raise Conflict(
+                "several servers need not compute alike: name one, or leave deterministic out",
+                "deterministic",
+                "client.base_url",
+            )
+        if self.deterministic and self.bench:
+            raise Conflict("bench measures what depends on time: leave deterministic out", "deterministic", "bench")
         return self
 
     @model_validator(mode="after")

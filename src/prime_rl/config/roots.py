@@ -65,6 +65,7 @@ class RLConfig(ProcessConfig):
         "seq_len": ("trainer.model.seq_len", "orchestrator.seq_len"),
         "max_model_len": ("inference.model.max_model_len",),
         "seed": _in(_ALL, "seed"),
+        "deterministic": _in((*_ALL, "teacher_inference"), "deterministic"),
         "output_dir": _in((*_ALL, "teacher_inference"), "output_dir"),
         **{f"log.{key}": _in((*_ALL, "teacher_inference"), f"log.{key}") for key in SharedLogConfig.model_fields},
         **{f"ckpt.{key}": _in(_TRAINED, f"ckpt.{key}") for key in SharedCheckpointConfig.model_fields},
@@ -111,6 +112,11 @@ class RLConfig(ProcessConfig):
 
     seed: int = 42
     """Seeds sampling, the order of examples, and weights that are initialised."""
+
+    deterministic: bool = False
+    """Whether two runs of the same command train the same weights to the last bit: on the CPU, with the embedded engine
+    and `max_async_level = 0`; slower. What it cannot govern (clocks and networks of environments) is in
+    docs/determinism.md."""
 
     inference_gpu_ids: tuple[int, ...] | None = None
     """GPUs of the server, as indices into the visible ones. None: the first if there is one."""

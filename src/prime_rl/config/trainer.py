@@ -358,6 +358,10 @@ class _BaseTrainerConfig(ProcessConfig):
     """Seeds initial weights where the model directory has none, dropout (with the rank added), and made-up data.
     (SFT data has `data.seed`.)"""
 
+    deterministic: bool = False
+    """Whether the same batches give the same weights to the last bit: on the CPU of one kind of machine, with as many
+    ranks and threads."""
+
     device: Device = "auto"
     """Where to train. auto: the first visible GPU, else the CPU."""
 
@@ -373,6 +377,12 @@ class _BaseTrainerConfig(ProcessConfig):
                 "optim.type muon does not go with model.fsdp_cpu_offload; use adamw, or drop the offload",
                 "optim.type",
                 "model.fsdp_cpu_offload",
+            )
+        if self.deterministic and self.device == "cuda":
+            raise Conflict(
+                "deterministic is held on the CPU alone: set device to cpu, or leave deterministic out",
+                "deterministic",
+                "device",
             )
         weights = self.ckpt.weights if self.ckpt else None
         if weights is not None and weights.save_adapter_separately and self.model.lora is None:

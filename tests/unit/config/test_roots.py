@@ -163,3 +163,32 @@ def test_a_written_run_says_each_shared_fact_once_so_that_a_flag_can_change_it(t
     off = rl("--inference")
     (tmp_path / "off.toml").write_text(to_toml(off))
     assert rl("@", str(tmp_path / "off.toml"), "--ckpt").trainer.ckpt is not None
+
+
+def test_deterministic_is_one_fact_of_all_processes():
+    taught = ("--teacher-inference.model.name", "t", "--orchestrator.teacher-model.kl-weight", "1")
+    config = rl("--deterministic", "--max-async-level", "0", "--inference", *taught)
+    parts = (config, config.trainer, config.orchestrator, config.inference, config.teacher_inference)
+    assert all(part.deterministic for part in parts)
+    assert rl("--trainer.deterministic", "--max-async-level", "0").orchestrator.deterministic
+    assert not rl().trainer.deterministic
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        ((), "orchestrator.max_async_level = 1 (default)"),
+        (("--max-async-level", "0", "--inference.backend", "vllm"), "inference.backend = vllm"),
+        (("--max-async-level", "0", "--inference.device", "cuda"), "inference.device = cuda"),
+        (("--max-async-level", "0", "--trainer.device", "cuda"), "trainer.device = cuda"),
+        (("--max-async-level", "0", "--bench"), "orchestrator.bench = true"),
+        (
+            ("--max-async-level", "0", "--orchestrator.client.base-url", "http://a:1/v1,http://b:1/v1"),
+            "orchestrator.client.base_url",
+        ),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused_by_its_key(argv: tuple[str, ...], key: str):
+    text = complaint(RLConfig, "--deterministic", *argv)
+    assert key in text
+    assert "deterministic = true (--deterministic)" in text
