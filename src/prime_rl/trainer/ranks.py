@@ -92,9 +92,7 @@ def joined(
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
-    yield Ranks(
-        rank=rank, size=size, device=device, control=control, words=words, patience_s=timeout + patience
-    )
+    yield Ranks(rank=rank, size=size, device=device, control=control, words=words, patience_s=timeout + patience)
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 
 
