@@ -33,6 +33,9 @@ class Scripted:
         self.scores_groups = spec.args.get("scores_groups", False)
         self._kept: dict[int, Rollout] = {}
 
+    def example(self, index: int) -> dict[str, Any]:
+        return {"prompt": str(self._script[index]), "idx": index}
+
     async def run(self, request: RolloutRequest) -> Rollout:
         what = self._script[request.example % len(self._script)]
         print("to standard output", flush=True)

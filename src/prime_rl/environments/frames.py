@@ -34,8 +34,8 @@ from prime_rl.environments.rollouts import (
 )
 
 
-class _SentRollout(msgspec.Struct, frozen=True, tag="sent_rollout"):
-    """A rollout whose turns lack what they share with the turn before."""
+class SentRollout(msgspec.Struct, frozen=True, tag="sent_rollout"):
+    """A rollout whose turns lack what they share with the turn before: as it is sent, and kept on disk."""
 
     rollout: Rollout
     num_shared: list[int]
@@ -63,7 +63,7 @@ Message = (
     | Generated
     | Rollout
 )
-_Sent = Message | _SentRollout
+_Sent = Message | SentRollout
 
 _HEADER: Final = struct.Struct(">IQ")
 _BUFFER_BYTES: Final = 1 << 20
@@ -90,7 +90,7 @@ class Frames:
         """Queue one message. One that the other end can no longer take is lost, which `read` then tells."""
         if self._writer.is_closing():
             return
-        content = self._encoder.encode(_shortened(message) if isinstance(message, Rollout) else message)
+        content = self._encoder.encode(shortened(message) if isinstance(message, Rollout) else message)
         header = _HEADER.pack(len(content), message.id if isinstance(message, Rollout) else 0)
         self._writer.write(header + content)  # in one piece: each write is a system call, and wakes the other end
 
@@ -108,7 +108,7 @@ class Frames:
             return None
         try:
             message = self._decoder.decode(content)
-            return _restored(message) if isinstance(message, _SentRollout) else message
+            return restored(message) if isinstance(message, SentRollout) else message
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return Unreadable(number, f"{type(error).__name__}: {error}")
 
@@ -123,7 +123,8 @@ class Frames:
         self._writer.transport.abort()
 
 
-def _shortened(rollout: Rollout) -> _SentRollout:
+def shortened(rollout: Rollout) -> SentRollout:
+    """As it is sent."""
     before: tuple[int, ...] = ()
     turns: list[Turn] = []
     num_shared: list[int] = []
@@ -132,11 +133,11 @@ def _shortened(rollout: Rollout) -> _SentRollout:
         num_shared.append(num)
         turns.append(msgspec.structs.replace(turn, prompt_ids=turn.prompt_ids[num:]) if num else turn)
         before = (*turn.prompt_ids, *turn.completion_ids)
-    return _SentRollout(msgspec.structs.replace(rollout, turns=turns), num_shared)
+    return SentRollout(msgspec.structs.replace(rollout, turns=turns), num_shared)
 
 
-def _restored(sent: _SentRollout) -> Rollout:
-    """Raises: ValueError for numbers that are not those of the turns."""
+def restored(sent: SentRollout) -> Rollout:
+    """What `shortened` was given. Raises: ValueError for numbers that are not those of the turns."""
     before: tuple[int, ...] = ()
     turns: list[Turn] = []
     for turn, num in zip(sent.rollout.turns, sent.num_shared, strict=True):

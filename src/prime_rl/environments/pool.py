@@ -309,7 +309,7 @@ class EnvPool:
             self._wake(self._sizing.capacity)
         for _ in range(number - len(retiring)):
             index = next(index for index in range(len(self._places) + 1) if index not in self._places)
-            spec = self._spec
+            spec = msgspec.structs.replace(self._spec, tells_examples=self._spec.tells_examples and self._ready is None)
             if spec.num_cpus is not None:
                 spec = msgspec.structs.replace(spec, first_cpu=spec.first_cpu + index * spec.num_cpus)
             place = Place(
@@ -394,6 +394,8 @@ def environment_spec(
     log: LogConfig,
     retry_s: float = 0.0,
     renderer: str = "auto",
+    hash_keys: tuple[str, ...] = (),
+    tells_examples: bool = False,
 ) -> EnvironmentSpec:
     """What workers of a configured environment need to know."""
     return EnvironmentSpec(
@@ -416,5 +418,7 @@ def environment_spec(
         niceness=env.niceness,
         log_level=log.level,
         library_log_level=log.vf_level,
+        hash_keys=hash_keys,
+        tells_examples=tells_examples,
         logs_json=log.json_logging,
     )

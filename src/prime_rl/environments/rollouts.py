@@ -11,7 +11,7 @@ its reward is never taken as zero and it is never trained on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
@@ -135,6 +135,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
     """Requests of it that were sent again, because a server was lost or served older weights."""
     is_group_scored: bool = False
     """Its group was given to be scored with it: the others cannot be scored again without it. Set by the pool."""
+    fingerprint: int = 0
+    """By which its training example is recognised in other data (`environments.fingerprints`). 0: it was not told."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -187,6 +189,10 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     niceness: int = 0
     """How far a worker stands back behind other processes, 0 to 19."""
     log_level: str = "info"
+    hash_keys: tuple[str, ...] = ()
+    """Columns by which a training example is recognised. (): rollouts do not tell their fingerprint."""
+    tells_examples: bool = False
+    """Whether the worker tells the fingerprints of all training examples, which takes time where they are many."""
     library_log_level: str = "warning"
     """That of the library which the environment is written with."""
     logs_json: bool = False
@@ -202,6 +208,10 @@ class Environment(Protocol):
     """False: the evaluation examples are the training examples."""
     scores_groups: bool
     """Whether `run` leaves scoring to `score`, for reward functions look at whole groups."""
+
+    def example(self, index: int) -> Mapping[str, Any]:
+        """The columns of a training example, to recognise it by."""
+        ...
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Run one rollout to its end. Whatever environment, scorer or server do wrong comes back as its failure.
@@ -234,6 +244,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_eval: int
     has_eval_split: bool
     scores_groups: bool = False
+    fingerprints: list[int] = []
+    """Of all training examples, where the specification asks for them."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):

@@ -31,6 +31,9 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
+import msgspec
+
+from prime_rl.environments.fingerprints import fingerprint
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
     AvoidServers,
@@ -155,6 +158,9 @@ class Worker:
     def _send(self, request: RolloutRequest, rollout: Rollout) -> None:
         """What the environment put into a rollout may be nothing that can be sent: then that is its failure."""
         try:
+            if request.split == "train" and self._spec.hash_keys:
+                known_by = fingerprint(self._environment.example(request.example), self._spec.hash_keys)
+                rollout = msgspec.structs.replace(rollout, fingerprint=known_by)
             self._frames.send(rollout)
         except Exception as error:  # supervision point: recorded as the rollout's failure
             _logger.exception("Rollout of example %d cannot be sent", request.example)
@@ -174,6 +180,8 @@ async def run_worker(connection: socket.socket) -> None:
     watch.start()
     try:
         environment = await importlib.import_module(spec.door).load(spec)
+        examples = map(environment.example, range(environment.num_train if spec.tells_examples else 0))
+        fingerprints = [fingerprint(example, spec.hash_keys) for example in examples]
     except Exception as error:  # reported: the orchestrator ends with this message
         _logger.exception("The environment cannot be loaded")
         known = isinstance(error, EnvironmentSetupError)
@@ -188,6 +196,7 @@ async def run_worker(connection: socket.socket) -> None:
             num_eval=environment.num_eval,
             has_eval_split=environment.has_eval_split,
             scores_groups=environment.scores_groups,
+            fingerprints=fingerprints,
         )
     )
     worker = Worker(spec, environment, frames, watch)

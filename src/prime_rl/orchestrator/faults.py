@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal
 
 from prime_rl.environments.rollouts import Failure, FailureKind
@@ -12,6 +12,9 @@ MIN_JUDGED: Final = 64
 """Fewest rollouts that a verdict is based on."""
 NOTICE_INTERVAL_S: Final = 10.0
 """A kind of failure is logged at most this often."""
+
+Judged = Failure | Literal["lost"] | None
+"""How a rollout ended. None: well. lost: well too, and another one made its group worthless."""
 
 
 class FaultLedger:
@@ -23,8 +26,7 @@ class FaultLedger:
         """Failures since `take_counts`."""
         self._max_error_rate = max_error_rate
         self._num_judged = max(num_judged, MIN_JUDGED)
-        self._recent: deque[Failure | Literal["lost"] | None] = deque()
-        """None: it ended well. lost: it did, and another one made its group worthless."""
+        self._recent: deque[Judged] = deque()
         self._num_failed = 0
         """Of the recent ones, with those that were lost."""
         self._noticed_at: dict[FailureKind, float] = {}
@@ -58,6 +60,15 @@ class FaultLedger:
         number = self._unnoticed.pop(failure.kind)
         return f"{number} {'rollout' if number == 1 else 'rollouts'} failed, the last with {failure}"
 
+    def snapshot(self) -> list[Judged]:
+        """What the next verdict is based on."""
+        return list(self._recent)
+
+    def restore(self, recent: Sequence[Judged]) -> None:
+        """Go on from a snapshot."""
+        for one in recent:
+            self._note(one)
+
     def verdict(self) -> str | None:
         """Why the run must stop: more than the allowed share of the judged rollouts failed, or all of them."""
         judged = len(self._recent)
@@ -78,7 +89,7 @@ class FaultLedger:
             f"most often ({number} times) with {commonest}"
         )
 
-    def _note(self, end: Failure | Literal["lost"] | None) -> None:
+    def _note(self, end: Judged) -> None:
         self._recent.append(end)
         self._num_failed += end is not None
         if len(self._recent) > self._num_judged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, TypeVar, get_args
 
@@ -113,3 +114,42 @@ class Counters(RolloutCounts):
     groups_stale: int = 0
     groups_given_up: int = 0
     groups_filtered: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState(Generic[Result, Scored]):
+    """What a scheduler must know of an active group to go on with it."""
+
+    number: int
+    example: Example
+    batch: int
+    attempts: list[int]
+    """By place."""
+    waiting: list[int]
+    """Places."""
+    first_version: int | None
+    in_flight: list[Dispatch]
+    results: list[tuple[Dispatch, Result]]
+    """In the order of their places."""
+    scored: Sequence[Scored] | None
+    """By place, once it is ready."""
+    filtered: list[str]
+    size: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState(Generic[Result, Scored]):
+    """What a scheduler knows. Results and scores are those that it holds, not copies."""
+
+    version: int
+    next_batch: int
+    counts: dict[str, int]
+    """The fields of `Counters` that are numbers."""
+    ends: list[tuple[End, int]]
+    groups: list[GroupState[Result, Scored]]
+    """In the order of their start."""
+    again: list[Example]
+    estimate: float
+    num_sized: int
+    left_out: dict[str, int]
+    num_left_out: int

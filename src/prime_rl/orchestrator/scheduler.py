@@ -32,11 +32,22 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Generic
 
 from prime_rl.errors import PrimeRLError
-from prime_rl.orchestrator.groups import Counters, Dispatch, End, Ended, Example, FinishedGroup, Result, Scored
+from prime_rl.orchestrator.groups import (
+    Counters,
+    Dispatch,
+    End,
+    Ended,
+    Example,
+    FinishedGroup,
+    GroupState,
+    Result,
+    Scored,
+    SchedulerState,
+)
 from prime_rl.orchestrator.limits import SchedulerLimits
 
 HOPELESS_BATCHES: Final = 10
@@ -198,16 +209,16 @@ class Scheduler(Generic[Result, Scored]):
         dispatch = group.in_flight.pop(rollout_id)
         group.results[dispatch.place] = dispatch, result
         self.num_held += 1
-        if len(group.results) < self.limits.rollouts_per_group:
-            return None
-        assert group.first_version is not None
-        return FinishedGroup(
-            number=number,
-            example=group.example,
-            first_version=group.first_version,
-            batch=group.batch,
-            results=[group.results[place][1] for place in range(self.limits.rollouts_per_group)],
-        )
+        return self._finished(number) if len(group.results) == self.limits.rollouts_per_group else None
+
+    def unjudged(self) -> list[FinishedGroup[Result]]:
+        """The groups that are complete, and neither accepted nor filtered."""
+        full = self.limits.rollouts_per_group
+        return [
+            self._finished(number)
+            for number, group in self._groups.items()
+            if len(group.results) == full and group.scored is None
+        ]
 
     def accept(self, number: int, scored: Sequence[Scored], *, size: float = 1, filtered: Sequence[str] = ()) -> None:
         """A complete group is good to train on; one that was dropped meanwhile is ignored.
@@ -223,9 +234,7 @@ class Scheduler(Generic[Result, Scored]):
         assert len(scored) == len(group.results) == self.limits.rollouts_per_group
         group.scored, group.size = scored, size
         group.filtered = filtered or [""] * len(scored)
-        heapq.heappush(self._ready, number)
-        self._ready_size += size
-        self._num_ready += 1
+        self._hold_ready(number, size)
         if size == 0:
             self._leave_out([number], End(kind="used"))
             return
@@ -313,6 +322,93 @@ class Scheduler(Generic[Result, Scored]):
         """The run is over: what is active is cancelled."""
         for number in list(self._groups):
             self._drop(number, End(kind="cancelled", why="run_over"))
+
+    def snapshot(self) -> SchedulerState[Result, Scored]:
+        """All that `restore` needs to go on from here. It stays as it is whatever happens then."""
+        return SchedulerState(
+            version=self.version,
+            next_batch=self.next_batch,
+            counts={one.name: getattr(self.counters, one.name) for one in fields(self.counters) if one.name != "ends"},
+            ends=list(self.counters.ends.items()),
+            groups=[
+                GroupState(
+                    number=number,
+                    example=group.example,
+                    batch=group.batch,
+                    attempts=list(group.attempts),
+                    waiting=list(group.waiting),
+                    first_version=group.first_version,
+                    in_flight=list(group.in_flight.values()),
+                    results=[group.results[place] for place in sorted(group.results)],
+                    scored=group.scored,
+                    filtered=list(group.filtered),
+                    size=group.size,
+                )
+                for number, group in self._groups.items()
+            ],
+            again=list(self._again),
+            estimate=self._estimate,
+            num_sized=self._num_sized,
+            left_out=dict(self._left_out),
+            num_left_out=self._num_left_out,
+        )
+
+    def restore(self, state: SchedulerState[Result, Scored], *, version: int | None = None) -> None:
+        """Go on from `state`; this scheduler has done nothing yet, and its limits may be others.
+
+        What was in flight counts as being so until `interrupt`. `version`: the weights that are served, where those are
+        older than the state's; then no version that samples a token of a group may be newer than its first one.
+        """
+        assert not self._groups and not self.counters.dispatched, "a scheduler is restored before it is used"
+        self.version = state.version if version is None else min(version, state.version)
+        self.next_batch = state.next_batch
+        self.counters = Counters(ends=Counter(dict(state.ends)), **state.counts)
+        self._again = deque(state.again)
+        self._estimate, self._num_sized = state.estimate, state.num_sized
+        self._left_out, self._num_left_out = Counter(state.left_out), state.num_left_out
+        for one in state.groups:
+            self._restore_group(one)
+
+    def _restore_group(self, state: GroupState[Result, Scored]) -> None:
+        number, results = state.number, {dispatch.place: (dispatch, result) for dispatch, result in state.results}
+        first = state.first_version
+        if first is not None and len(results) < self.limits.rollouts_per_group:
+            first = min(first, self.version)
+        self._groups[number] = _Group(
+            example=state.example,
+            batch=state.batch,
+            attempts=list(state.attempts),
+            waiting=deque(),
+            first_version=first,
+            in_flight={dispatch.rollout_id: dispatch for dispatch in state.in_flight},
+            results=results,
+            scored=state.scored,
+            filtered=state.filtered,
+            size=state.size,
+        )
+        self.num_held += len(results)
+        for dispatch in state.in_flight:
+            self._group_of[dispatch.rollout_id] = number
+        for place in state.waiting:
+            self._queue(number, place)
+        if state.scored is not None:
+            self._hold_ready(number, state.size)
+
+    def _hold_ready(self, number: int, size: float) -> None:
+        heapq.heappush(self._ready, number)
+        self._ready_size += size
+        self._num_ready += 1
+
+    def _finished(self, number: int) -> FinishedGroup[Result]:
+        group = self._groups[number]
+        assert group.first_version is not None
+        return FinishedGroup(
+            number=number,
+            example=group.example,
+            first_version=group.first_version,
+            batch=group.batch,
+            results=[group.results[place][1] for place in range(self.limits.rollouts_per_group)],
+        )
 
     def _oldest_ready(self) -> list[int]:
         """As many groups as make a batch, no longer in the heap of ready ones."""

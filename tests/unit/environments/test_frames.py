@@ -52,8 +52,8 @@ def test_turns_come_back_as_they_were_whether_they_extend_each_other_or_not(scri
         before = [*turns[-1].prompt_ids, *turns[-1].completion_ids] if turns and extends else []
         turns.append(turn_of([*before, *more], completion_ids))
     rollout = Rollout(id=1, env="e", example=2, turns=turns, reward=0.5, messages=[{"role": "user"}])
-    shortened = frames._shortened(rollout)
-    assert frames._restored(shortened) == rollout
+    shortened = frames.shortened(rollout)
+    assert frames.restored(shortened) == rollout
     sent = sum(len(turn.prompt_ids) for turn in shortened.rollout.turns)
     assert sent <= sum(len(turn.prompt_ids) for turn in turns)
 
@@ -63,7 +63,7 @@ async def test_a_conversation_is_sent_once_and_not_once_a_turn(ends):
     for _ in range(19):
         turns.append(turn_of([*turns[-1].prompt_ids, *turns[-1].completion_ids, 8], [9] * 50))
     rollout = Rollout(id=1, env="e", example=2, turns=turns, reward=0.5)
-    assert sum(len(turn.prompt_ids) for turn in frames._shortened(rollout).rollout.turns) == 50 + 19
+    assert sum(len(turn.prompt_ids) for turn in frames.shortened(rollout).rollout.turns) == 50 + 19
     ends[0].send(rollout)
     assert await ends[1].read() == rollout
 

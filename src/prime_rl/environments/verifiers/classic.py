@@ -125,6 +125,9 @@ class ClassicEnvironment:
         await self._environment._teardown()
         await self._client.close()
 
+    def example(self, index: int) -> dict[str, Any]:
+        return dict(self._rows["train"][index])
+
     async def run(self, request: RolloutRequest) -> Rollout:
         started = time.monotonic()
         row = dict(self._rows[request.split][request.example])

@@ -173,6 +173,10 @@ class TasksetEnvironment:
     async def close(self) -> None:
         await self._stack.aclose()
 
+    def example(self, index: int) -> dict[str, Any]:
+        columns: dict[str, Any] = self._tasks["train"][index].data.model_dump(mode="json", exclude_none=True)
+        return columns
+
     async def run(self, request: RolloutRequest) -> Rollout:
         with self._traffic.rollout(request) as route:
             rollout = await self._run(request)
