@@ -5,39 +5,65 @@
     +-- ModelError                a model is missing, unsupported or does not fit    (also a ValueError)
     +-- DataError                 a data set, row or batch breaks its form           (also a ValueError)
     +-- ArtifactError             a file of the run is missing, half-written or fails its digest
+    |   +-- DiskError             the disk does not take what the run cannot do without
     +-- EnvironmentSetupError     an environment cannot be found or loaded
     +-- InferenceError            the inference server cannot be reached or refuses
     +-- ProcessFailed             a process of the run ended when it should not have
+    +-- NotFinite                 loss, gradient or weights hold NaN or infinity
     +-- DeadlineExceeded          a wait took longer than allowed                    (also a TimeoutError)
+
+Those that a restart of the process does not mend are `is_final`; a process that `rl` started ends with FINAL then.
 
 A failed rollout is none of these: it is data (`environments.rollouts`), counted and never trained on. `assert` guards
 our own invariants only. To add an error: inherit the category and the standard type it replaces, and let the message
 name what, where and the fix.
 """
 
+from typing import ClassVar, Final
+
+FINAL: Final = 3
+"""Exit code of a process that `rl` started and that ended with an error which is final."""
+
 
 class PrimeRLError(Exception):
     """Base of everything shown to the user as a message instead of a traceback."""
+
+    is_final: ClassVar[bool] = False
+    """Whether the process would end in the same way if it was started again, so that nobody need try."""
 
 
 class ConfigError(PrimeRLError, ValueError):
     """A configuration value, key, file or combination is wrong; the message names the key and its source."""
 
+    is_final = True
+
 
 class ModelError(PrimeRLError, ValueError):
     """A model directory or hub name is missing, unsupported, or its tensors do not fit."""
 
+    is_final = True
+
 
 class DataError(PrimeRLError, ValueError):
     """A data set, row, sample or batch is not of the form that is needed; the message names file and row."""
+
+    is_final = True
 
 
 class ArtifactError(PrimeRLError):
     """A file or directory of a run is missing, incomplete or does not match its digest."""
 
 
+class DiskError(ArtifactError):
+    """The disk does not take what the run cannot do without: it is full, read-only or broken, or files ran out."""
+
+    is_final = True
+
+
 class EnvironmentSetupError(PrimeRLError):
     """An environment package cannot be found, loaded or used."""
+
+    is_final = True
 
 
 class InferenceError(PrimeRLError):
@@ -46,6 +72,12 @@ class InferenceError(PrimeRLError):
 
 class ProcessFailed(PrimeRLError):
     """A process of the run ended when it should not have."""
+
+
+class NotFinite(PrimeRLError):
+    """The loss, the gradient or the weights hold NaN or infinity, and training stopped."""
+
+    is_final = True
 
 
 class DeadlineExceeded(PrimeRLError, TimeoutError):
