@@ -2,7 +2,8 @@
 
     argv -> [--help] -> resolve -> notices -> [--explain KEY] -> [--dry-run: write the files, stop] -> work
 
-A PrimeRLError ends a command with its message and exit code 1; a traceback only with `--log.level debug`.
+A PrimeRLError ends a command with its message and exit code 1, or FINAL where `rl` started it and no restart mends
+that; a traceback only with `--log.level debug`.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel
 
@@ -24,7 +25,7 @@ from prime_rl.config.reads import start_recording
 from prime_rl.config.shared import ProcessConfig
 from prime_rl.config.values import dotted
 from prime_rl.config.writing import to_toml, write_toml
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.errors import FINAL, ConfigError, PrimeRLError
 from prime_rl.logs import setup_logging
 from prime_rl.paths import RunPaths, found_results
 
@@ -57,7 +58,7 @@ def run_command(
 
     `files` gives what a dry run writes, by default the configuration under the command's name. It may raise
     ConfigError, for what only a look at the machine can tell; so may `check`, before a real start.
-    Exits with 1 on a PrimeRLError, with 130 on Ctrl-C.
+    Exits with `exit_code` on a PrimeRLError, with 130 on Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -103,8 +104,7 @@ def _front(
         if not is_first_rank():
             time.sleep(FIRST_RANK_S)  # torchrun ends all ranks when one has ended: let the first one say why
             sys.exit(1)
-        tell_torchrun(str(error))
-        sys.exit(f"{name}: {error}")
+        _end(name, error)
     return None
 
 
@@ -115,8 +115,20 @@ def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
     except PrimeRLError as error:
         if config.log.level == "debug":
             raise
-        tell_torchrun(str(error))
-        sys.exit(f"{name}: {error}")
+        _end(name, error)
+
+
+def _end(name: str, error: PrimeRLError) -> NoReturn:
+    """Say why, and end."""
+    tell_torchrun(str(error))
+    print(f"{name}: {error}", file=sys.stderr)
+    sys.exit(exit_code(error))
+
+
+def exit_code(error: Exception) -> int:
+    """That of a process that ends with `error`: FINAL tells `rl` not to start it again."""
+    is_final = isinstance(error, PrimeRLError) and error.is_final
+    return FINAL if is_final and lifeline.VARIABLE in os.environ else 1
 
 
 def tell_torchrun(reason: str) -> None:

@@ -25,6 +25,8 @@ class ProcessSpec:
     """Processes that do its work together on this machine; more than one are started and watched by torchrun."""
     pool: str = ""
     """Services of one pool do the same work: one may end while another runs."""
+    port: int | None = None
+    """Where it listens on this machine."""
     is_service: bool = False
     """Runs until the others are done, and is then stopped; the others end by themselves."""
     owns_terminal: bool = False

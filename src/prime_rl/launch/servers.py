@@ -8,7 +8,7 @@ With `inference.router`, vllm-router listens at the port and the servers on the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit, urlunsplit
 
 from prime_rl.config.inference import InferenceConfig
@@ -73,7 +73,8 @@ def plan_servers(
         ids = gpu_ids if number == 1 else gpu_ids[index : index + 1]
         env = placed(machine, ids, num_shares=number * (1 + num_others))
         own = name if number == 1 else f"{name}-{index}"
-        specs.append(ProcessSpec(name=own, command="inference", config=one, env=env, pool=name, is_service=True))
+        service = ProcessSpec(name=own, command="inference", config=one, env=env, pool=name, is_service=True)
+        specs.append(replace(service, port=first_port + index))
     addresses = _addresses(client, config, first_port, number)
     if not config.router:
         return Serving(specs=specs, client=client.model_copy(update={"base_url": addresses}))
@@ -118,4 +119,5 @@ def _router(config: InferenceConfig, machine: Machine, addresses: Sequence[str],
     argv += ["--worker-urls", *roots, "--policy", "consistent_hash", "--worker-startup-check-interval", "1"]
     argv += ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--log-level", "warning"]
     name = "router" if section == "inference" else "teacher-router"
-    return ProcessSpec(name=name, command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)
+    router = ProcessSpec(name=name, command=ROUTER, argv=tuple(argv), env=placed(machine, ()), is_service=True)
+    return replace(router, port=config.server.port)

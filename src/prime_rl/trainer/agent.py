@@ -16,19 +16,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from prime_rl import lifeline
+from prime_rl.errors import FINAL
 
 LOST_MEMORY = "; if nobody did that, the machine ran out of memory (see dmesg): lower model.seq_len, or use fewer ranks"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with `argv`; the exit code, 0 where every rank has ended well."""
+    """Run torchrun with `argv`; the exit code: 0 where every rank has ended well, FINAL where one ended with that."""
     logging.disable(logging.ERROR)  # torchrun's modules set the levels of their own loggers
     lifeline.watch_launcher()
     SubprocessContext.close = _close  # type: ignore[method-assign, assignment]
     try:
         run(parse_args(list(argv)))
-    except ChildFailedError:
-        return 1
+    except ChildFailedError as error:
+        return FINAL if any(failure.exitcode == FINAL for failure in error.failures.values()) else 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -17,7 +17,16 @@ from typing import TypeVar
 
 from prime_rl import lifeline
 from prime_rl.config.bench import measured
-from prime_rl.config.command import FIRST_RANK_S, Files, begin, is_first_rank, run_command, tell_torchrun, this_rank
+from prime_rl.config.command import (
+    FIRST_RANK_S,
+    Files,
+    begin,
+    exit_code,
+    is_first_rank,
+    run_command,
+    tell_torchrun,
+    this_rank,
+)
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.logs import get_logger
@@ -144,7 +153,7 @@ def _one_rank_tells(name: str, *, is_debug: bool) -> Iterator[None]:
         rank = "" if is_first_rank() else f" (rank {this_rank()})"
         print(f"{name}{rank}: {reason}", file=sys.stderr, flush=True)
         tell_torchrun(reason)
-        os._exit(1)
+        os._exit(exit_code(error))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from prime_rl.config.load import load
 from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ProcessFailed
-from prime_rl.launch import local
+from prime_rl.launch import processes
 from prime_rl.launch.local import find_server, named_machine, run_local, this_machine
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.monitors.events import EventTail
@@ -92,7 +92,7 @@ def left_of(directory):
 
 
 def test_a_failing_process_is_named_with_its_reason_and_its_last_lines(failed):
-    assert failed.reason.startswith("trainer ended with exit code 1: ")
+    assert failed.reason.startswith("trainer ended with exit code 3: ")
     assert "nothing-here" in failed.reason.splitlines()[0]
     assert str(failed.directory / "logs" / "trainer.log") in failed.reason
 
@@ -117,7 +117,7 @@ def test_of_several_ranks_the_one_that_failed_gives_the_reason(tmp_path):
 def test_a_service_that_ends_early_is_a_failure(tmp_path):
     model = InferenceModelConfig(name=str(tmp_path / "nothing-here"))
     server = ProcessSpec(name="inference", command="inference", config=InferenceConfig(model=model), is_service=True)
-    with pytest.raises(ProcessFailed, match=r"^inference ended with exit code 1"):
+    with pytest.raises(ProcessFailed, match=r"^inference ended with exit code 3"):
         run_local([server, lives("trainer", 600)], tmp_path)
 
 
@@ -256,7 +256,7 @@ def writing(directory, seconds):
 
 
 def test_a_trainer_that_is_writing_weights_is_waited_for_and_that_is_said(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     with pytest.raises(ProcessFailed, match="orchestrator ended with exit code 3"):
         run_local(writing(tmp_path, 2), tmp_path)
     assert os.listdir(tmp_path / "weights") == ["step_4"]
@@ -267,7 +267,7 @@ def test_a_trainer_that_is_writing_weights_is_waited_for_and_that_is_said(tmp_pa
 
 
 def test_it_is_not_waited_for_once_ctrl_c_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     before = signal.getsignal(signal.SIGINT)
     threading.Thread(target=press_ctrl_c_while_it_ends, args=(before,), daemon=True).start()
     start = time.monotonic()
@@ -284,7 +284,7 @@ def press_ctrl_c_while_it_ends(before):
 
 
 def test_what_a_killed_trainer_has_left_keeps_nobody_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     (tmp_path / "weights" / ".step_9.tmp-1").mkdir(parents=True)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     server = ProcessSpec(name="inference", command="inference", argv=(sys.executable, "-c", deaf), is_service=True)

@@ -1,0 +1,102 @@
+"""Whether, and when, a process that died is started again. Pure: times and places are passed in.
+
+A restart waits 1, 2, 4 ... 60 seconds, and 1 again once the process has lived for a while. Two things end it: more than
+`limit` restarts of one process; and a poison step, at which a process died three times without getting further.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from prime_rl.journal import Entry
+
+LONGEST_WAIT_S: Final = 60.0
+LIVED_S: Final = 30.0
+"""A process that lived so long did not die of being started again too soon."""
+POISON: Final = 3
+"""Deaths in one place that end the run."""
+
+PROGRESS: Final = frozenset(
+    {
+        *("batch_begun", "batch_complete", "evaluation_begun", "evaluation_complete"),
+        *("batch_received", "batch_consumed", "weights_begun", "weights_published"),
+    }
+)
+"""Events that tell how far a process came. Checkpoints do not: after a restart they may fall on other steps."""
+LOOPS: Final = ("orchestrator", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a run, or one process of it, has come."""
+
+    length: int
+    """How many different things happened; what is done again after a restart does not count again."""
+    name: str
+    """Where that is, in words."""
+
+
+def place_of(entries: Iterable[Entry], process: str) -> Place:
+    """How far `process` came since the launcher was started; of a server, which has no steps, how far the run did."""
+    own = (process,) if process in LOOPS else LOOPS
+    happened: dict[tuple[str, str, int | None], None] = {}
+    for entry in entries:
+        if entry.event == "run_started":
+            happened.clear()
+        elif entry.process in own and entry.event in PROGRESS:
+            happened.setdefault((entry.process, entry.event, entry.step))
+    if not happened:
+        return Place(0, "before its first step" if process in LOOPS else "before the first step")
+    who, event, step = next(reversed(happened))
+    said = event.replace("_", " ")
+    return Place(len(happened), f"after {said} {step}" if process in LOOPS else f"after {who}'s {said} {step}")
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """It is started again."""
+
+    wait_s: float
+    number: int
+    """The first restart of a process is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoMore:
+    """It is not, and why."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Record:
+    num_restarts: int = 0
+    num_quick: int = 0
+    """Deaths in a row soon after the start."""
+    place: int = -1
+    num_here: int = 0
+    """Deaths at `place`."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The deaths of the processes of a run."""
+
+    limit: int
+    """Most restarts of one process."""
+    _records: dict[str, _Record] = field(default_factory=dict)
+
+    def after_death(self, name: str, *, lived_s: float, place: Place) -> Again | NoMore:
+        """What to do about a process that died after `lived_s` seconds, when it had come to `place`."""
+        record = self._records.setdefault(name, _Record())
+        record.num_here = record.num_here + 1 if place.length == record.place else 1
+        record.place = place.length
+        if record.num_here >= POISON:
+            return NoMore(
+                f"it died {record.num_here} times in the same place, {place.name}: no restart gets it further"
+            )
+        if record.num_restarts >= self.limit:
+            return NoMore(f"it was started again {self.limit} times already (max_restarts)")
+        record.num_quick = record.num_quick + 1 if lived_s < LIVED_S else 1
+        record.num_restarts += 1
+        return Again(min(2.0 ** (record.num_quick - 1), LONGEST_WAIT_S), record.num_restarts)
