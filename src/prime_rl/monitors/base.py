@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from prime_rl.disk import LooseFile
+
 
 class Monitor(Protocol):
     """Takes one row of metrics a step."""
@@ -25,18 +27,17 @@ class JsonlMonitor:
     """Appends one JSON object a step: `{"step": 3, "time": <unix seconds>, "reward/mean": 0.41, ...}`.
 
     A row reaches the file in one write, so a reader sees whole lines only. NaN and infinities become null: JSON has
-    no word for them, and a file that standard readers refuse helps nobody.
+    no word for them, and a file that standard readers refuse helps nobody. A row that the disk refuses is dropped.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = LooseFile(path)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         row = {"step": step, "time": round(time.time(), 3), **finite}
-        self._file.write((json.dumps(row) + "\n").encode())
+        self._file.append((json.dumps(row) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()

@@ -5,30 +5,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+from prime_rl.disk import LooseFile
 
 
 class EventLog:
-    """Appends events. Several processes may write to one file: a line reaches it in one write."""
+    """Appends events. Several processes may write to one file; what the disk refuses is dropped."""
 
-    def __init__(self, file: io.RawIOBase) -> None:
+    def __init__(self, file: LooseFile) -> None:
         self._file = file
 
     @classmethod
     @contextmanager
     def opened(cls, path: Path) -> Iterator[EventLog]:
         """The log at `path`, for the duration of the block."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with closing(LooseFile(path)) as file:
             yield cls(file)
 
     def write(self, event: str) -> None:
-        self._file.write((json.dumps({"time": round(time.time(), 3), "event": event}) + "\n").encode())
+        self._file.append((json.dumps({"time": round(time.time(), 3), "event": event}) + "\n").encode())
 
 
 class EventTail:

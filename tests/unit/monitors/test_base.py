@@ -1,5 +1,7 @@
 import json
 
+from tests.doubles.disks import small_disk
+
 from prime_rl.monitors.base import FakeMonitor, FanOut, JsonlMonitor, read_metrics
 
 
@@ -24,6 +26,24 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"st')
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0}]
     assert read_metrics(tmp_path / "missing.jsonl") == []
+
+
+def test_rows_that_a_full_disk_refuses_are_left_out_and_the_others_stay_whole(tmp_path, caplog):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        path = disk.root / "trainer" / "metrics.jsonl"
+        monitor = JsonlMonitor(path)
+        monitor.log({"a": 0.5}, step=0)
+        disk.fill()
+        for step in (1, 2):
+            monitor.log(
+                {f"metric/{number}": 0.1 for number in range(300)}, step=step
+            )  # more than the page has room for
+        disk.free()
+        monitor.log({"a": 1.5}, step=3)
+        monitor.close()
+        assert [row["step"] for row in read_metrics(path)] == [0, 3]
+    assert "metrics.jsonl is not written, and the run goes on: the disk is full" in caplog.text
+    assert "2 lines are not in" in caplog.text
 
 
 def test_every_monitor_gets_every_row():

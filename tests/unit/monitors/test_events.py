@@ -1,5 +1,7 @@
 import json
 
+from tests.doubles.disks import small_disk
+
 from prime_rl.monitors.events import EventLog, EventTail
 
 
@@ -25,3 +27,15 @@ def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
     with path.open("a") as file:
         file.write('ent": "b"}\n')
     assert tail.read() == ["b"]
+
+
+def test_an_event_that_a_full_disk_refuses_is_no_error(tmp_path, caplog):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        path = disk.root / "events.jsonl"
+        disk.fill()
+        with EventLog.opened(path) as log:
+            log.write("lost")
+            disk.free()
+            log.write("found")
+        assert EventTail(path).read() == ["found"]
+    assert "events.jsonl is not written, and the run goes on: the disk is full" in caplog.text
