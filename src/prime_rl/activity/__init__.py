@@ -98,9 +98,13 @@ class Task:
         self._since = time.time()
         self._got_on_at = clock()
 
-    def __enter__(self) -> Self:
+    def begin(self) -> Self:
+        """It is under way from now on, until `end`; for what no block of code surrounds."""
         self._reporter.add(self)
         return self
+
+    def __enter__(self) -> Self:
+        return self.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.end()
@@ -132,9 +136,13 @@ class Waiting(Task):
         super().__init__(reporter, reason, deadline_s)
         self._owner = owner
 
+    def renew(self, at: float | None = None) -> None:
+        """Some of what is waited for has come, now or `at` (of `clock`): the deadline begins anew."""
+        self._got_on_at = max(self._got_on_at, clock() if at is None else at)
+
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Since it began, or was renewed."""
         return clock() - self._got_on_at
 
     @property

@@ -134,23 +134,29 @@ class HangWatch:
         return None
 
     def _of_waits(self, reports: Mapping[str, Report], running: Mapping[str, int]) -> Iterator[Hang]:
-        """A wait that is overdue is the fault of whoever is at the end of such waits, unless it has just begun."""
+        """A wait that is overdue is the fault of whoever is at the end of such waits, unless that one has time left."""
         for name, report in reports.items():
             for wait in report.waits:
                 if not wait.is_overdue or (report.token, wait.owner, wait.since) in self._told:
                     continue
-                end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
-                accused = [one for one in running if is_of(one, end)]
-                ages = [reports[one].age_s if one in reports else 0.0 for one in accused]
-                if wait.deadline_s is not None and ages and max(ages) < wait.deadline_s:
-                    continue  # all were started again meanwhile, and have as long again
                 self._told.add((report.token, wait.owner, wait.since))
-                reason = f"is waited for by {name} since {wait.waited_s:.0f} s: {wait.reason}"
+                end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
+                accused = [one for one in running if is_of(one, end) and not _has_time(reports.get(one), wait)]
                 for culprit in accused:
-                    yield Hang(culprit=culprit, reason=reason)
+                    waited = f"{wait.waited_s:.0f} s for {wait.reason}"
+                    yield Hang(culprit=culprit, reason=f"has kept {name} waiting {waited}")
                 if not accused:
-                    reason = f"{name} has waited {wait.waited_s:.0f} s for {end}: {wait.reason}"
+                    reason = f"{name} has waited {wait.waited_s:.0f} s for {wait.reason} of {wait.owner}"
                     yield Hang(culprit=None, reason=reason)
+
+
+def _has_time(accused: Report | None, wait: Wait) -> bool:
+    """Whether it is not to blame, or not yet: it has just begun, or is at something, or waits, with time left."""
+    if accused is None:
+        return False
+    is_new = wait.deadline_s is not None and accused.age_s < wait.deadline_s
+    is_at_it = any(task.deadline_s is not None and task.for_s < task.deadline_s for task in accused.doing)
+    return is_new or is_at_it or any(one.deadline_s is not None and not one.is_overdue for one in accused.waits)
 
 
 def _launched(name: str, running: Mapping[str, int]) -> str | None:
