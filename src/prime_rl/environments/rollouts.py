@@ -287,14 +287,21 @@ class AvoidServers(msgspec.Struct, frozen=True, kw_only=True, tag="avoid"):
     servers: frozenset[str]
 
 
-def sampling_args(sampling: TrainSamplingConfig | EvalSamplingConfig, *, rollout_id: int) -> dict[str, Any]:
-    """Sampling arguments of one rollout in the form that verifiers' clients forward. What is not set is left out."""
+def sampling_args(
+    sampling: TrainSamplingConfig | EvalSamplingConfig, *, rollout_id: int, seed: int | None = None
+) -> dict[str, Any]:
+    """Sampling arguments of one rollout in the form that verifiers' clients forward. What is not set is left out.
+
+    `seed`: its own. None: one for its id, where a seed is configured.
+    """
+    if seed is None and sampling.seed is not None:
+        seed = sampling.seed + rollout_id
     args: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
         "repetition_penalty": sampling.repetition_penalty,
         "min_tokens": sampling.min_tokens,
-        "seed": None if sampling.seed is None else sampling.seed + rollout_id,
+        "seed": seed,
         "extra_body": dict(sampling.extra_body) or None,
     }
     unset: dict[str, float] = {}

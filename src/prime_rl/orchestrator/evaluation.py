@@ -38,6 +38,7 @@ from prime_rl.monitors.base import JsonlMonitor, Monitor
 from prime_rl.orchestrator.dispatch import Job
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.groups import End, RolloutCounts
+from prime_rl.orchestrator.rounds import seed_of
 from prime_rl.orchestrator.temperature import temperature_at
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.manifest import complete_steps
@@ -295,10 +296,14 @@ class OnlineEvaluation:
             await self._close(suite, round_)
 
     def _request(self, suite: Suite, round_: Round, item: Item, servers: tuple[str, ...]) -> RolloutRequest:
+        sampling, seed = suite.sampling(round_.step), None
+        if self._config.deterministic and sampling.seed is None:
+            env = suite.parts[item.part].env
+            seed = seed_of(self._config.seed, suite.kind, round_.step, env, item.number, item.attempt)
         return RolloutRequest(
             id=item.number,
             example=item.example,
-            sampling=sampling_args(suite.sampling(round_.step), rollout_id=item.number),
+            sampling=sampling_args(sampling, rollout_id=item.number, seed=seed),
             version=self._version,
             timeout_s=self._config.rollout_timeout,
             split=suite.split,

@@ -32,6 +32,7 @@ from prime_rl.orchestrator.faults import FaultLedger
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.groups import ENDS, Dispatch, Ended, FinishedGroup
 from prime_rl.orchestrator.limits import scheduler_limits
+from prime_rl.orchestrator.rounds import Rounds, seed_of
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.scoring import ScoredRollout, Scorer
 from prime_rl.orchestrator.temperature import temperature_at
@@ -83,8 +84,9 @@ class Generation:
             ratios=config.env_ratios,
             seed=config.seed,
         )
+        self._rounds = Rounds[Rollout](self.buffer.replace) if config.deterministic else None
         self.scheduler: Scheduler[Rollout, ScoredRollout] = Scheduler(
-            scheduler_limits(config), on_end, self.buffer.replace
+            scheduler_limits(config), on_end, self.buffer.replace if self._rounds is None else self._rounds.lose
         )
         self.faults = {label: FaultLedger(config.max_error_rate, num_judged=config.batch_size) for label in pools}
         self.num_failovers = 0
@@ -169,7 +171,7 @@ class Generation:
             elif group is not None:  # before, one that cannot be used would make all of them worthless
                 ledger.succeeded(num_members)
             if group is not None:
-                self._supervisor.start(f"group {group.number}", self._judge(group))
+                self._judge_in_turn(group)
 
     def _request(self, dispatch: Dispatch, servers: tuple[str, ...]) -> RolloutRequest:
         config = self._config
@@ -177,7 +179,7 @@ class Generation:
         return RolloutRequest(
             id=dispatch.rollout_id,
             example=dispatch.example.index,
-            sampling=sampling_args(sampling, rollout_id=dispatch.rollout_id),
+            sampling=sampling_args(sampling, rollout_id=dispatch.rollout_id, seed=self._seed(dispatch)),
             version=dispatch.version,
             timeout_s=config.rollout_timeout,
             servers=servers,
@@ -185,6 +187,14 @@ class Generation:
             group=dispatch.group,
             group_size=config.rollouts_per_example,
         )
+
+    def _seed(self, dispatch: Dispatch) -> int | None:
+        """By which a deterministic run samples a rollout; its id says when it was started, and no more."""
+        config = self._config
+        if not config.deterministic:
+            return None
+        seed = config.seed if config.sampling.seed is None else config.sampling.seed
+        return seed_of(seed, "train", dispatch.group, dispatch.place, dispatch.attempt)
 
     def _temperature(self, batch: int) -> float:
         """That of a group which was started for this batch."""
@@ -206,6 +216,8 @@ class Generation:
         if (verdict := ledger.verdict()) is not None:
             raise PrimeRLError(f"environment {env!r}: {verdict}")
         self.scheduler.fail(dispatch.rollout_id, rollout, failure.kind.value, counts=counts, is_whole=is_whole)
+        if self._rounds is not None:
+            self._judge_round(self._rounds)  # it may have been the last that was waited for
 
     async def _was_outage(self, rollout: Rollout, failure: Failure, dispatched_at: float) -> bool:
         """Whether it failed because a server was gone."""
@@ -229,6 +241,26 @@ class Generation:
         else:
             return None
         return Failure(kind=FailureKind.INFERENCE, message=message)
+
+    def _judge_in_turn(self, group: FinishedGroup[Rollout]) -> None:
+        """At once, or in a round of a deterministic run."""
+        if self._rounds is None:
+            self._supervisor.start(f"group {group.number}", self._judge(group))
+            return
+        self._rounds.complete(group)
+        self._judge_round(self._rounds)
+
+    def _judge_round(self, rounds: Rounds[Rollout]) -> None:
+        async def judge(groups: list[FinishedGroup[Rollout]]) -> None:
+            for group in groups:
+                await self._judge(group)
+            rounds.settle(self.scheduler)
+
+        if groups := rounds.take(self.scheduler):
+            self._supervisor.start(f"groups {groups[0].number} to {groups[-1].number}", judge(groups))
+        else:
+            rounds.settle(self.scheduler)
+            self._on_change()
 
     # Consumes: a complete group. Waits for: its scores, and a teacher. Unblocked by: a thread, and deadlines of both.
     async def _judge(self, group: FinishedGroup[Rollout]) -> None:

@@ -12,6 +12,8 @@ level is strict. A group is active from its start until it is shipped or dropped
 its first dispatch. Groups that are ready have a size; the others are taken to have the mean of those that had one.
 
     window   a group starts only while all active groups are smaller than P * (p + k - c + 1) and the spares together
+             (in rounds: as many as have room then start at once, and only while all active groups are ready; nor does
+             a batch ship before they are)
     ship     batch c takes the oldest ready groups of the size P together, as soon as there are and p >= c - k
     stale    when p moves, groups with p - s > m are dropped, and their examples are taken again first
     repair   a failed rollout is dispatched again within its group; when it has failed too often, the group is dropped.
@@ -124,6 +126,11 @@ class Scheduler(Generic[Result, Scored]):
         return len(self._groups)
 
     @property
+    def num_unjudged(self) -> int:
+        """Active groups that are not ready."""
+        return self.num_active_groups - self._num_ready
+
+    @property
     def async_level(self) -> int:
         """c - p: how far the next batch is ahead of the weights that are served."""
         return self.next_batch - self.version
@@ -160,13 +167,17 @@ class Scheduler(Generic[Result, Scored]):
         return self._ready_size + (self.num_active_groups - self._num_ready) * self._estimate
 
     @property
+    def _may_start(self) -> bool:
+        return self.active_size < self.window and not (self.limits.in_rounds and self.num_unjudged)
+
+    @property
     def _trained(self) -> int:
         """p of the rules."""
         return self.version if self.limits.trains else self.next_batch
 
     def has_work(self, blocked: Collection[str] = ()) -> bool:
         """Whether `next_dispatch` has a rollout, or may start a group whose first one it has once it is not blocked."""
-        return self._oldest_waiting(blocked) is not None or self.active_size < self.window
+        return self._oldest_waiting(blocked) is not None or self._may_start
 
     def next_dispatch(self, next_example: Callable[[], Example], *, blocked: Collection[str] = ()) -> Dispatch | None:
         """The next rollout to run, of the oldest group that lacks one; None while there is nothing to run.
@@ -175,9 +186,11 @@ class Scheduler(Generic[Result, Scored]):
         environments of which none may be run now; their groups are started in their turn and wait.
         """
         while (number := self._oldest_waiting(blocked)) is None:
-            if self.active_size >= self.window:
+            if not self._may_start:
                 return None
             self._start(self._again.popleft() if self._again else next_example())
+            while self.limits.in_rounds and self.active_size < self.window:
+                self._start(self._again.popleft() if self._again else next_example())
         return self._dispatch(number)
 
     @property
@@ -307,7 +320,7 @@ class Scheduler(Generic[Result, Scored]):
         there is room for new groups after this call also where it returns None.
         Raises: PrimeRLError when that happened too often in a row.
         """
-        if self.is_done or self.waits_for_weights:
+        if self.is_done or self.waits_for_weights or (self.limits.in_rounds and self.num_unjudged):
             return None
         while self._ready_size >= self.limits.batch_target:
             numbers = self._oldest_ready()
