@@ -136,6 +136,10 @@ class Waiting(Task):
         super().__init__(reporter, reason, deadline_s)
         self._owner = owner
 
+    def is_for(self, owner: str) -> bool:
+        """Whether it is a wait for this one."""
+        return self._owner == owner
+
     def renew(self, at: float | None = None) -> None:
         """Some of what is waited for has come, now or `at` (of `clock`): the deadline begins anew."""
         self._got_on_at = max(self._got_on_at, clock() if at is None else at)

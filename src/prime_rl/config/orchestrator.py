@@ -232,6 +232,12 @@ class OrchestratorConfig(ProcessConfig):
         return self.batch_size // self.rollouts_per_example
 
     @property
+    def longest_rollout_s(self) -> float:
+        """Seconds after which a run in which no rollout has ended stands still: all attempts of one, with scoring."""
+        slowest = (max(env.rollout_timeout or self.rollout_timeout, env.score_timeout or 0.0) for env in self.env)
+        return self.max_attempts * 2 * max(slowest, default=self.rollout_timeout)
+
+    @property
     def staleness_bound(self) -> int:
         """Largest n - v of any token of batch n sampled by weights v; proven in docs/architecture.md."""
         is_exact = self.max_async_level == 0 or self.strict_async_level

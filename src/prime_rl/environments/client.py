@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from prime_rl import activity
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import InferenceError
 from prime_rl.logs import get_logger
@@ -108,19 +108,21 @@ class InferenceClient:
         Raises: InferenceError saying for how long it waited for which address, and what the server said; at once when
             its engine has failed.
         """
-        start = time.monotonic()
-        next_notice = start + NOTICE_INTERVAL_S
+        next_notice_s = NOTICE_INTERVAL_S
         url = self._root("/health")
-        while isinstance(state := await self.probe(), Unwell):
-            now = time.monotonic()
-            if state.says_so and state.reason.startswith(ENGINE_FAILED):
-                raise InferenceError(f"the server at {url} says: {state.reason}; look at its log, and start it again")
-            if now - start >= timeout:
-                raise InferenceError(self.complaint(state, timeout))
-            if now >= next_notice:
-                _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, now - start)
-                next_notice += NOTICE_INTERVAL_S
-            await asyncio.sleep(POLL_S)
+        with activity.waiting("inference", f"{self.base_url} to serve", deadline_s=timeout) as waiting:
+            while isinstance(state := await self.probe(), Unwell):
+                if state.says_so and state.reason.startswith(ENGINE_FAILED):
+                    raise InferenceError(
+                        f"the server at {url} says: {state.reason}; look at its log, and start it again"
+                    )
+                if waiting.is_overdue:
+                    raise InferenceError(self.complaint(state, waiting.patience_s))
+                if waiting.seconds >= next_notice_s:
+                    since = waiting.seconds
+                    _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, since)
+                    next_notice_s += NOTICE_INTERVAL_S
+                await asyncio.sleep(POLL_S)
         return state
 
     def complaint(self, state: Unwell, timeout: float) -> str:
@@ -152,7 +154,8 @@ class InferenceClient:
         """
         published = read_manifest(directory).weights
         body = UpdateWeightsRequest(weight_dir=_absolute(directory), version=version)
-        response = await self._request("POST", self._root("/update_weights"), json=body.model_dump())
+        with activity.waiting("inference", f"weights {version} to be loaded", deadline_s=self._config.timeout):
+            response = await self._request("POST", self._root("/update_weights"), json=body.model_dump())
         served = self._parse(response, ServedWeights)
         if served.version != version or (published is not None and served.digest != published.digest):
             expected = "" if published is None else f" of digest {published.digest}"
@@ -164,7 +167,9 @@ class InferenceClient:
 
     async def reload_weights(self) -> ServedWeights:
         """Go back to the model that the server was started with, as version 0."""
-        return self._parse(await self._request("POST", self._root("/reload_weights")), ServedWeights)
+        with activity.waiting("inference", "its own weights to be loaded", deadline_s=self._config.timeout):
+            response = await self._request("POST", self._root("/reload_weights"))
+        return self._parse(response, ServedWeights)
 
     async def weights(self) -> WeightsResponse:
         """A checksum of every tensor that is served."""
@@ -177,9 +182,9 @@ class InferenceClient:
     async def init_transfer(self, request: InitTransferRequest) -> None:
         """Have the server join the trainer's NCCL group. Raises: InferenceError where it cannot."""
         url = self._root("/init_weight_transfer")
-        response = await self._request(
-            "POST", url, json=request.model_dump(), timeout=request.timeout + CONNECT_TIMEOUT_S
-        )
+        timeout = request.timeout + CONNECT_TIMEOUT_S
+        with activity.waiting("inference", "a server to meet the trainer", deadline_s=timeout):
+            response = await self._request("POST", url, json=request.model_dump(), timeout=timeout)
         self._parse(response, StatusResponse)
 
     async def pause(self) -> None:

@@ -8,6 +8,8 @@ from collections import deque
 from statistics import fmean
 from typing import Final
 
+from prime_rl import activity
+
 INTERVAL_S: Final = 0.05
 MAX_KEPT: Final = 100_000
 """Lags that are kept between two rows of metrics: those of more than an hour."""
@@ -30,6 +32,7 @@ class LoopLag:
         while True:
             due = loop.time() + self._interval_s
             await asyncio.sleep(self._interval_s)
+            activity.loop_beat()
             self._lags.append(max(0.0, loop.time() - due))
 
     def take(self) -> dict[str, float]:

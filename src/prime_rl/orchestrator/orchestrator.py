@@ -36,6 +36,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from prime_rl import activity
 from prime_rl.aio import Supervisor, together
 from prime_rl.config.artifacts import NCCLBroadcastConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
@@ -251,6 +252,8 @@ class Orchestrator:
         self._may_ship = asyncio.Event()
         self._waited_for_weights_s = 0.0
         self._waited_for_rollouts_s = 0.0
+        self._waiting: activity.Waiting | None = None
+        """For what the next batch lacks."""
         self._step_started = self._noticed_at = time.monotonic()
 
     async def run(self) -> None:
@@ -274,7 +277,8 @@ class Orchestrator:
             _logger.info("%d batches; %s", self._scheduler.next_batch, self._scheduler.counters)
 
     async def _produce(self) -> None:
-        await self._produce_batches()
+        with activity.doing(self._generating):
+            await self._produce_batches()
         self._scheduler.close()
         if self._evaluation is not None:
             await self._evaluation.finish()
@@ -291,6 +295,8 @@ class Orchestrator:
                 await self._ship(groups)
 
     def _on_end(self, ended: EndedRollout) -> None:
+        if self._waiting is not None and not self._waiting.is_for("trainer"):
+            self._waiting.renew()
         if ended.result is None:
             self._dispatcher.cancel(ended.dispatch.rollout_id)
         self._ends.note(ended)
@@ -329,8 +335,9 @@ class Orchestrator:
         started = time.monotonic()
         # Since the last notice, not since now: something may change all the time, and still no batch be complete.
         wait_s = max(0.0, self._noticed_at + NOTICE_INTERVAL_S - started)
+        waiting = self._begin_waiting(for_weights)
         if for_weights:
-            wait_s = min(wait_s, self._config.weights_timeout - self._waited_for_weights_s)
+            wait_s = min(wait_s, max(0.0, waiting.patience_s - waiting.seconds))
         try:
             async with asyncio.timeout(wait_s):  # `wait_for` of Python 3.11 may swallow the end of the run
                 await self._may_ship.wait()
@@ -342,11 +349,32 @@ class Orchestrator:
             self._waited_for_rollouts_s += waited
             return
         self._waited_for_weights_s += waited
-        if self._scheduler.waits_for_weights and self._waited_for_weights_s >= self._config.weights_timeout:
+        if self._scheduler.waits_for_weights and waiting.is_overdue:
             raise DeadlineExceeded(
-                f"waited {self._waited_for_weights_s:.1f} s for {self._what_is_missing()}; look at the trainer's log, "
+                f"waited {waiting.seconds:.1f} s for {self._what_is_missing()}; look at the trainer's log, "
                 "or raise weights_timeout"
             )
+
+    def _begin_waiting(self, for_weights: bool) -> activity.Waiting:
+        """The wait that goes on, where it is the same still."""
+        owner = "trainer" if for_weights else "inference"
+        if self._waiting is None or not self._waiting.is_for(owner):
+            self._end_waiting()
+            deadline_s = self._config.weights_timeout if for_weights else self._config.longest_rollout_s
+            self._waiting = activity.waiting(owner, self._what_is_missing, deadline_s=deadline_s).begin()
+        return self._waiting
+
+    def _end_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.end()
+            self._waiting = None
+
+    def _generating(self) -> str:
+        """What this process is at, in words."""
+        scheduler = self._scheduler
+        unit = "groups" if self._config.token_batch_size is None else "tokens"
+        there = f"{scheduler.ready_size:.0f} of {scheduler.limits.batch_target} {unit}"
+        return f"generating batch {scheduler.next_batch}: {there}"
 
     def _what_is_missing(self) -> str:
         """What the next batch lacks. Rollouts end by their own deadline, weights by `weights_timeout`."""
@@ -360,9 +388,11 @@ class Orchestrator:
         return what + (f"; {scheduler.left_out}" if scheduler.left_out else "")
 
     async def _ship(self, groups: Sequence[Sequence[ScoredRollout]]) -> None:
+        self._end_waiting()
         step = self._scheduler.next_batch - 1
         async_level = step - self._scheduler.version
-        finished = await asyncio.to_thread(self._write, step, groups)
+        with activity.doing(f"writing batch {step}"):
+            finished = await asyncio.to_thread(self._write, step, groups)
         now = time.monotonic()
         clock = Clock(
             step_s=now - self._step_started,

@@ -131,6 +131,11 @@ class Scheduler(Generic[Result, Scored]):
         return self.num_active_groups - self._num_ready
 
     @property
+    def ready_size(self) -> float:
+        """Size of the groups that can ship."""
+        return self._ready_size
+
+    @property
     def async_level(self) -> int:
         """c - p: how far the next batch is ahead of the weights that are served."""
         return self.next_batch - self.version
