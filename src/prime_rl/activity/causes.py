@@ -153,7 +153,7 @@ class HangWatch:
 def _has_time(accused: Report | None, wait: Wait) -> bool:
     """Whether it is not to blame, or not yet: it has just begun, or is at something, or waits, with time left."""
     if accused is None:
-        return False
+        return True  # it is starting: that has a limit of its own
     is_new = wait.deadline_s is not None and accused.age_s < wait.deadline_s
     is_at_it = any(task.deadline_s is not None and task.for_s < task.deadline_s for task in accused.doing)
     return is_new or is_at_it or any(one.deadline_s is not None and not one.is_overdue for one in accused.waits)
