@@ -3,7 +3,8 @@
 evals/step_N/<environment>/results.jsonl     a rollout a line, in the order in which they ended
 evals/step_N/<environment>/report.json       the figures
 
-They lie in a hidden directory, which gets its name when all is in it (`transport.manifest`).
+They lie in a hidden directory, which gets its name when all is in it (`transport.manifest`). An evaluation that is run
+again, because the run was ended before it had told of it, takes the place of the one before in one move.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Results:
 
     def _begun(self) -> Path:
         if self._hidden is None:
-            self._hidden = self._draft.enter_context(publish_dir(self.directory))
+            self._hidden = self._draft.enter_context(publish_dir(self.directory, replaces=True))
         return self._hidden
 
     def _file(self, env: str) -> BinaryIO:

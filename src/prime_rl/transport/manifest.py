@@ -88,27 +88,29 @@ class Draft:
 
 
 @contextmanager
-def publish_dir(final: Path) -> Iterator[Path]:
+def publish_dir(final: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a hidden directory that becomes `final` (`<root>/step_N`) when the block ends without error.
+
+    `replaces`: in place of the one that is there, if there is one, which stays until then.
 
     One writer per `final` at a time. On error nothing is left behind; a killed writer leaves only the hidden
     directory, which `remove_drafts` removes, and so does the next writer of the same step.
 
     Raises: ArtifactError when `final` exists already or the disk refuses.
     """
-    with draft_dir(final) as draft:
+    with draft_dir(final, replaces=replaces) as draft:
         yield draft.directory
 
 
 @contextmanager
-def draft_dir(final: Path, *, durable: bool = True) -> Iterator[Draft]:
+def draft_dir(final: Path, *, durable: bool = True, replaces: bool = False) -> Iterator[Draft]:
     """As `publish_dir`, for a writer that knows digests or weights.
 
     Not `durable`: nothing is forced to disk, which takes a second a gigabyte. Readers see the same, a killed process
     included; only a crash of the machine may leave a directory whose digests then differ.
     """
     step = _step_of(final)
-    if final.exists():
+    if final.exists() and not replaces:
         raise ArtifactError(f"{final} exists already and is never overwritten; choose another output_dir or remove it")
     temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
     try:
@@ -119,6 +121,8 @@ def draft_dir(final: Path, *, durable: bool = True) -> Iterator[Draft]:
         draft = Draft(temporary)
         yield draft
         _seal(draft, step, durable=durable)
+        if final.exists():
+            remove_dir(final)
         os.rename(temporary, final)
         if durable:
             _fsync(final.parent)
