@@ -108,7 +108,7 @@ class KilledRun:
         self.paths = RunPaths(directory / "rl")
         self.shots: list[Shot] = []
         self.on_entries: Callable[[Sequence[Entry]], None] = lambda entries: None
-        """Called whenever the journal has grown."""
+        """Called when the journal has grown, before what is killed next is looked for."""
         self._directory = directory
         self._argv = list(argv)
         self._pending = list(kills)
@@ -146,7 +146,6 @@ class KilledRun:
         if self.paths.journal.exists() and (size := self.paths.journal.stat().st_size) != self._size:
             self._size = size
             self._entries = read_journal(self.paths.journal)
-            self.on_entries(self._entries)
         return self._entries
 
     def kill_now(self, victim: Victim, phase: Phase) -> bool:
@@ -172,7 +171,9 @@ class KilledRun:
 
     def _step(self) -> None:
         """Kill what is to be killed now."""
-        entries = self.entries()
+        known, entries = self._entries, self.entries()
+        if entries is not known:
+            self.on_entries(entries)
         if not self._pending:
             return
         kill = self._pending[0]

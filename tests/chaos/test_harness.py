@@ -17,6 +17,7 @@ from tests.chaos import kills as kills_module
 from tests.chaos.cells import FLAVOURS, RUNS, Result, kills_of, never_fired, read, table
 from tests.chaos.endstate import BATCH, READABLE, check_batches, check_files, check_history, check_metrics
 from tests.chaos.kills import Ended, Kill, KilledRun, Shot
+from tests.chaos.memory import Sample, disk, slopes
 from tests.chaos.phases import Phase, Victim, opened
 
 SCRIPT = str(Path(__file__).with_name("scripted.py"))
@@ -256,3 +257,26 @@ def test_the_plan_has_every_cell_and_at_least_sixty_kills():
     assert len(planned) >= 60
     assert len(FLAVOURS) == 3
     assert len({(name, phase) for name, phase in RUNS}) == len(RUNS)
+
+
+def samples_of(name: str, pid: int, values: Sequence[tuple[int, float]]) -> list[Sample]:
+    return [Sample(name=name, pid=pid, step=step, mib=mib) for step, mib in values]
+
+
+def test_the_slope_of_memory_is_within_each_start_and_behind_its_warm_up():
+    steps = range(0, 60, 3)
+    first = samples_of("trainer", 1, [(step, 100 + 0.03 * step + (400 if step < 15 else 0)) for step in steps])
+    second = samples_of("trainer", 2, [(60 + step, 50 + 0.03 * step) for step in steps])
+    found = slopes([*first, *second, *samples_of("launcher", 3, [(0, 10.0)])])
+    assert found.keys() == {"trainer"}
+    assert found["trainer"].value == pytest.approx(3.0)
+    assert found["trainer"].standard_error == pytest.approx(0, abs=1e-6)
+    assert found["trainer"].num_starts == 2
+
+
+def test_disk_counts_what_retention_bounds(run_dir: RunPaths):
+    (run_dir.weights / ".step_3.tmp-9").mkdir()
+    (run_dir.weights / ".step_3.tmp-9" / "model.safetensors").write_bytes(bytes(1 << 20))
+    used = disk(run_dir)
+    assert (used.weights, used.checkpoints, used.recovery, used.batches) == (3, 0, 0, 1)
+    assert 1 < used.mib < 1.1

@@ -41,21 +41,15 @@ def disturb(directory: Path, kills: Sequence[Kill], *, steps: int, flags: Sequen
     return ended
 
 
-def test_a_run_survives_kills_of_its_parts(tmp_path: Path):
-    """A trainer while it trains, an orchestrator while it writes a batch, a server and a worker while they generate."""
+def test_a_run_survives_a_kill_of_each_of_its_processes(tmp_path: Path):
     kills = [
         Kill(Victim.TRAINER, Phase.TRAINING),
         Kill(Victim.ENV_WORKER, Phase.GENERATING),
         Kill(Victim.ORCHESTRATOR, Phase.WRITING),
         Kill(Victim.INFERENCE, Phase.GENERATING),
+        Kill(Victim.LAUNCHER, Phase.TRAINING),
     ]
     ended = disturb(tmp_path, kills, steps=20, flags=("--recovery-interval", "1"), limit_s=240)
-    assert [shot.kill for shot in ended.shots if shot.counts] == kills
-
-
-def test_after_a_launcher_was_killed_the_same_command_goes_on(tmp_path: Path):
-    kills = [Kill(Victim.LAUNCHER, Phase.TRAINING)]
-    ended = disturb(tmp_path, kills, steps=6, flags=("--recovery-interval", "1"), limit_s=240)
     assert [shot.kill for shot in ended.shots if shot.counts] == kills
 
 
