@@ -2,7 +2,7 @@
 
     pytest -m slow -s tests/chaos/test_kills_learn.py
 
-Five seeds, each once undisturbed and once with a kill of each kind of process, on the game that `test_faults.py` learns.
+Five seeds of the game that `test_faults.py` learns, each once undisturbed and once with a kill of each kind of process.
 """
 
 from __future__ import annotations
