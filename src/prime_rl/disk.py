@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import resource
 import shutil
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 from prime_rl.errors import ConfigError, DiskError
-from prime_rl.logs import get_logger
 
 MIB: Final = 2**20
 MAX_HANDLES: Final = 2**16
@@ -40,7 +40,7 @@ _REFUSALS: Final = {
 }
 """What the machine says, and what to do about it."""
 
-_logger = get_logger(__name__)
+_logger = logging.getLogger(__name__)  # `logs` imports this module
 
 
 def is_refusal(error: OSError) -> bool:

@@ -3,13 +3,20 @@
     12:34:56 INFO  trainer       | Step 3 | Time: 1.20s | Loss: 0.0123 | ...
 
 Warnings of Python's `warnings` module are logged too. Third-party loggers speak from WARNING up.
+
+What a full disk does not take of all that is dropped: it ends no run, and does not fill whatever else there is.
 """
 
 import json
 import logging
+import os
+import stat
 import sys
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
+
+from prime_rl.disk import is_refusal, refusal
 
 ROOT = "prime_rl"
 FORMAT = "%(asctime)s %(levelname)-7s %(process_name)-12s | %(message)s"
@@ -43,6 +50,41 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class _Spare(FileIO):
+    """A file of which nobody needs every byte: what the disk refuses is dropped."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            self.refused(error)
+            return memoryview(content).nbytes
+
+    def refused(self, error: OSError) -> None:
+        """Told of each."""
+
+
+class _SpareLog(_Spare):
+    """One that says so on standard error, once."""
+
+    is_told = False
+
+    def refused(self, error: OSError) -> None:
+        if not self.is_told:
+            self.is_told = True
+            _tell_lost(str(self.name), error)
+
+
+def _tell_lost(file: str, error: OSError) -> None:
+    print(f"{file} is not written, and the run goes on: {refusal(error, file)}", file=sys.stderr)
+
+
+def _as_text(file: FileIO) -> TextIOWrapper:
+    return TextIOWrapper(BufferedWriter(file), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
 class _File(logging.FileHandler):
     """Appends to a file, which is made with its directory at the first record.
 
@@ -51,10 +93,32 @@ class _File(logging.FileHandler):
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, encoding="utf-8", delay=True)
+        self._is_told = False
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
+        return _as_text(_SpareLog(self.baseFilename, "a"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as error:  # it cannot be opened; the next record tries again
+            if not self._is_told:
+                self._is_told = True
+                _tell_lost(self.baseFilename, error)
+
+
+def spare_streams() -> None:
+    """Where standard output and error are files, as those of a process that was launched, let a full disk lose some
+    of what is said there. Python would raise an error at whoever says it, and end with exit code 120."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        number = stream.fileno()
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            stream.flush()
+            setattr(sys, name, _as_text(_Spare(number, "w", closefd=False)))
 
 
 def get_logger(name: str = ROOT) -> logging.Logger:
@@ -74,6 +138,7 @@ def setup_logging(
 
     `as_json`: a line is a JSON object.
     """
+    spare_streams()
     formatter = _JsonFormatter() if as_json else logging.Formatter(FORMAT, datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if to_terminal else []
     if file is not None:
