@@ -15,6 +15,7 @@ from prime_rl.logs import get_logger
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FanOut, JsonlMonitor
 from prime_rl.paths import RunPaths
+from prime_rl.trainer.deterministic import make_deterministic
 from prime_rl.trainer.model.build import build_model
 from prime_rl.trainer.optim.optimizer import build_optimizer, build_schedule
 from prime_rl.trainer.perf import ModelCost, PerfMeter, cost_of
@@ -58,6 +59,8 @@ def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
         patience=patience(config),
         always=config.model.fsdp_cpu_offload,
     ) as ranks:
+        if config.deterministic:
+            make_deterministic(ranks.device)
         _train(config, inputs, ranks)
 
 
