@@ -93,15 +93,20 @@ class HangWatch:
         """Processes that have given a sign of life since they were started: what a report says is theirs."""
         self._told: set[tuple[str, str, float]] = set()
         """Waits that were told of."""
+        self._hung: set[str] = set()
+        """Processes that were, and were not started again since."""
 
     def look(
         self, running: Mapping[str, int], reports: Mapping[str, Report], signs: Mapping[str, object], now: float
     ) -> list[Hang]:
         """`running`: the processes that shall report, by name, with their pids. `signs`: by process, what changes with
-        every sign of life, the launcher's among them. `now`: seconds. A wait is told of once."""
+        every sign of life, the launcher's among them. `now`: seconds.
+
+        A wait is told of once, and a process once, until its pid is another one."""
         for name, pid in running.items():
             if self._pids.get(name) != pid:  # it was started, or started again
                 self._pids[name] = pid
+                self._hung.discard(name)
                 for known in {name, *(one for one in signs if is_of(one, name))}:
                     self._seen[known] = signs.get(known), now
                     self._heard.discard(known)
@@ -114,8 +119,10 @@ class HangWatch:
         own = {name: report for name, report in reports.items() if _launched(name, running) and name in self._heard}
         own = {name: report for name, report in own.items() if not report.ended}
         found = [hang for name in [*own, *(set(running) - set(own))] if (hang := self._of(name, own, running, now))]
-        hanging = {hang.culprit for hang in found}
-        return found + [hang for hang in self._of_waits(own, running) if hang.culprit not in hanging]
+        found += self._of_waits(own, running)
+        once = {hang.culprit: hang for hang in reversed(found) if hang.culprit and hang.culprit not in self._hung}
+        self._hung.update(filter(None, once))
+        return [*once.values(), *(hang for hang in found if hang.culprit is None)]
 
     def _of(self, name: str, reports: Mapping[str, Report], running: Mapping[str, int], now: float) -> Hang | None:
         culprit = _launched(name, running)

@@ -23,8 +23,8 @@ class Hangs:
     def overdue(self, running: Mapping[str, int]) -> list[Hang]:
         """`running`: the processes that run now and report, by name, with their pids.
 
-        A wait past its deadline is told of once. A process that hangs is told of at every look, until it is started
-        again, which its new pid says.
+        A wait past its deadline is told of once; a process that hangs, too, until it is started again, which its new
+        pid says.
         """
         now = activity.clock()
         if now < self._next_look:
