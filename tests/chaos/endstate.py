@@ -77,7 +77,7 @@ def check_files(paths: RunPaths, *, steps: int) -> None:
     assert (step_dir(paths.weights, steps) / MARKER).exists()
     assert not list(paths.recovery.glob("*")), list(paths.recovery.glob("*"))
     assert not list(paths.superseded.glob("*")), "nobody went back by choice"
-    scraps = list(paths.output_dir.rglob("*.tmp*"))
+    scraps = [path for path in paths.output_dir.rglob("*.tmp*") if path.parent != paths.activity]
     assert not scraps, scraps
 
 

@@ -28,8 +28,8 @@ from tests.integration.conftest import MODEL, ROOT, command
 
 POLL_S: Final = 0.001
 LOOK_INTERVAL_S: Final = 0.1
-"""Between two looks for the victim, before its phase; afterwards there is none to lose."""
-GONE_S: Final = 30.0
+"""Between two looks for the next victim, which take milliseconds; so that it is known when its phase begins."""
+GONE_S: Final = 60.0
 """In which nothing is left of a run whose launcher is dead."""
 TRIES: Final = 12
 """Of one kill; a phase of a small model is over in a few milliseconds."""
@@ -150,11 +150,10 @@ class KilledRun:
 
     def kill_now(self, victim: Victim, phase: Phase) -> bool:
         """Whether the victim was there to be killed, and was."""
-        process = find(self._launcher, victim, phase)
-        if process is None:
-            return False
-        self._fire(Kill(victim, phase), process, begun=None)
-        return True
+        process, fired = find(self._launcher, victim, phase), len(self.shots)
+        if process is not None:
+            self._fire(Kill(victim, phase), process, begun=None)
+        return len(self.shots) > fired
 
     def _start(self) -> None:
         with (self._directory / "rl.out").open("ab") as out:
@@ -179,20 +178,20 @@ class KilledRun:
         kill = self._pending[0]
         begun = opened(entries, kill.phase, kill.victim, max_steps=self._max_steps)
         is_due = begun is not None and (kill.phase is Phase.STARTING or steps_trained(entries) >= self._needed)
-        if is_due:
-            victim = self._victim if self._victim is not None and self._victim.is_running() else None
-            victim = victim or find(self._launcher, kill.victim, kill.phase)
-            if victim is not None:
-                self._fire(kill, victim, begun)
-        elif kill.phase is not Phase.STARTING and time.monotonic() >= self._next_look:
+        is_known = self._victim is not None and self._victim.is_running()
+        if not is_known and (is_due or kill.phase is not Phase.STARTING) and time.monotonic() >= self._next_look:
             self._victim = find(self._launcher, kill.victim, kill.phase)
             self._next_look = time.monotonic() + LOOK_INTERVAL_S
+        if is_due and begun is not None and self._victim is not None:
+            self._fire(kill, self._victim, begun)
 
     def _fire(self, kill: Kill, victim: psutil.Process, begun: Entry | None) -> None:
+        self._victim = None
         try:
+            if victim.status() == psutil.STATUS_ZOMBIE:
+                return
             victim.kill()
         except psutil.NoSuchProcess:
-            self._victim = None
             return
         entries = self.entries()
         still = opened(entries, kill.phase, kill.victim, max_steps=self._max_steps)
@@ -205,7 +204,6 @@ class KilledRun:
             counts=begun is not None and still == begun,
         )
         self.shots.append(shot)
-        self._victim = None
         self._needed = steps_trained(entries) + 1
         tries = sum(one.kill == kill for one in self.shots)
         if self._pending and (shot.counts or tries >= TRIES):
