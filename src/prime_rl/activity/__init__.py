@@ -68,6 +68,10 @@ class _Beats:
         now = time.monotonic()
         return now - self._lost_s(now, state)
 
+    def lost_s(self) -> float:
+        state = self._state
+        return self._lost_s(time.monotonic(), state)
+
     def _lost_s(self, now: float, state: tuple[float, float] | None = None) -> float:
         beat_at, lost_s = state or self._state
         return lost_s + max(0.0, now - beat_at - SLACK_S)
@@ -84,7 +88,7 @@ def clock() -> float:
 
 def lost_s() -> float:
     """Seconds for which this process was stopped so far."""
-    return time.monotonic() - clock()
+    return _beats.lost_s()
 
 
 class Task:
@@ -304,10 +308,15 @@ def waiting(owner: str, reason: Text, *, deadline_s: float | None) -> Waiting:
     return Waiting(_here, owner, reason, deadline_s)
 
 
+def is_supervised() -> bool:
+    """Whether a launcher starts again whoever died or hangs."""
+    return SUPERVISED in os.environ
+
+
 def patience_s(deadline_s: float) -> float:
     """Seconds after which a process gives up a wait: twice the deadline where a launcher, at the deadline, starts again
     whom it waits for, who then has as long again."""
-    return deadline_s * (2 if SUPERVISED in os.environ else 1)
+    return deadline_s * (2 if is_supervised() else 1)
 
 
 def beat() -> None:

@@ -15,12 +15,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
+from prime_rl import activity
 from prime_rl.environments.frames import Message, Unreadable
 from prime_rl.environments.process import WorkerProcess
 from prime_rl.environments.rollouts import (
@@ -89,6 +90,8 @@ class _Held:
     is_generated: bool = False
     """It waits for its group, and not for its own process."""
     is_overdue: bool = False
+    lost_s: float = field(default_factory=activity.lost_s)
+    """Seconds for which this process had been stopped when the deadline was set."""
     """The process was killed, for it was past this one's deadline."""
 
 
@@ -258,7 +261,7 @@ class Place:
         Raises: EnvironmentSetupError when it does not come up.
         """
         try:
-            process = await WorkerProcess.start(self._log)
+            process = await WorkerProcess.start(self._log, self._spec.label)
         except OSError as error:
             raise EnvironmentSetupError(
                 f"environment {self._spec.label!r}: its worker cannot be started: {error}; "
@@ -289,8 +292,10 @@ class Place:
         """Have it load the environment. Raises: EnvironmentSetupError."""
         process.frames.send(self._spec)
         try:
-            async with asyncio.timeout(self._limits.setup_s):  # `wait_for` of Python 3.11 may swallow a cancellation
-                answer = await process.frames.read()
+            owner, setup_s = f"environment {self._spec.label}", self._limits.setup_s
+            with activity.waiting(owner, "a worker to load it", deadline_s=setup_s):
+                async with asyncio.timeout(setup_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                    answer = await process.frames.read()
         except TimeoutError:
             raise EnvironmentSetupError(
                 f"environment {self._spec.label!r} was not loaded within {self._limits.setup_s:g} s; "
@@ -341,6 +346,7 @@ class Place:
     def _rearm(self, wire_id: int, held: _Held, seconds: float) -> None:
         held.timer.cancel()
         held.seconds, held.given_at, held.stood_s = seconds, self._clock.time(), self._stood_s
+        held.lost_s = activity.lost_s()
         held.timer = self._timer(wire_id, seconds)
 
     def _more_time(self, held: _Held) -> float:
@@ -358,6 +364,10 @@ class Place:
         if not self.holds(wire_id):
             return
         held = self._held[wire_id]
+        if (stopped_s := activity.lost_s() - held.lost_s) > 0:  # we were: what the process has sent is not read yet
+            held.lost_s += stopped_s
+            held.timer = self._clock.call_later(stopped_s, self._overdue, wire_id)
+            return
         if (seconds := self._more_time(held)) > 0:
             held.timer = self._clock.call_later(seconds, self._overdue, wire_id)
             return

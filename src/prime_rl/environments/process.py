@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.environments.frames import Frames
 from prime_rl.logs import get_logger
 
@@ -32,22 +32,24 @@ _logger = get_logger(__name__)
 class WorkerProcess:
     """A process and our end of its socket. Made by `start`; whoever starts it awaits `end`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], frames: Frames) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], frames: Frames, label: str) -> None:
         self.frames = frames
         self._process = process
+        self._name = f"{label} worker {process.pid}"
+        activity.child_started(self._name, process.pid)
         self._clock = asyncio.get_running_loop()
         self._next_look = self._clock.call_later(LOOK_INTERVAL_S, self._look, False)
 
     @classmethod
-    async def start(cls, log: Path) -> WorkerProcess:
-        """Start a worker that writes to `log`. Raises: OSError when the machine has no process or file for it."""
+    async def start(cls, log: Path, label: str = "environment") -> WorkerProcess:
+        """Start a worker that writes to `log`, known as one of `label`. Raises: OSError when the machine has no process or file for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             frames = await Frames.over(ours)
             # Nothing is awaited from here on: whoever is cancelled has either no process, or one that it knows.
             try:
                 with log.open("ab") as file:
-                    return cls(_spawn(theirs, file), frames)
+                    return cls(_spawn(theirs, file), frames, label)
             except OSError:
                 frames.abort()
                 raise
@@ -75,6 +77,7 @@ class WorkerProcess:
     def reap(self) -> int | None:
         """End it and what it started, and wait for it, holding up the event loop. Returns its exit code."""
         self._signal_all()
+        activity.child_ended(self._name)
         try:
             return self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prime_rl import activity
 from prime_rl.errors import ArtifactError, InferenceError, ModelError
 from prime_rl.inference.backend import EngineFailed
 from prime_rl.inference.http import HttpError, error_response, json_response, read_json
@@ -136,7 +137,8 @@ async def update_weights(request: Request) -> Response:
 async def _update(administration: Administration, directory: Path, version: int) -> Response:
     async with administration.lock:
         try:
-            served = await administration.update(directory, version)
+            with activity.doing(f"loading weights {version}"):
+                served = await administration.update(directory, version)
         except (ArtifactError, ModelError, OSError) as error:
             raise HttpError(f"cannot load weights {version}: {error}", param="weight_dir") from error
     logger.info("Serving weights %d from %s", served.version, directory)

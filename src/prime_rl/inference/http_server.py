@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from prime_rl import activity
 from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.logs import get_logger
 
@@ -20,6 +21,9 @@ SHUTDOWN_S = 1
 KEEP_ALIVE_S = 75
 """How long an idle connection stays: longer than a client keeps one (httpx: 5 s). Where the server closes first, a
 request that is just being sent on it is lost."""
+
+LOADING_S = 3600.0
+"""Seconds after which a server hangs that loads its model still."""
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a whole batch of rollouts connects at once."""
@@ -56,7 +60,9 @@ class Server(uvicorn.Server):
         close: Callable[[], Awaitable[None]],
         failure: Callable[[], str | None] | None = None,
         lifespan: bool = False,
+        gets_on: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`gets_on`: whether its engine did something since it was asked last, or has nothing to do."""
         config = uvicorn.Config(
             app,
             backlog=BACKLOG,
@@ -69,12 +75,15 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._close = close
         self._failure = failure
+        self._gets_on = gets_on
         self.engine_failure: str | None = None
         """Why the engine stopped, where that ended the server."""
         self._is_told = False
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; uvicorn asks ten times a second."""
+        if self._gets_on():
+            activity.loop_beat()
         if self._failure is not None:
             self.engine_failure = self.engine_failure or self._failure()
         return await super().on_tick(counter) or self.engine_failure is not None or self._is_told

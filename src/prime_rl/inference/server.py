@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 import uvloop
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError
 from prime_rl.inference.app import build_app
 from prime_rl.inference.backend import Backend
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.engine.build import build_engine
-from prime_rl.inference.http_server import Server, bind, say_where, serve_until_stopped
+from prime_rl.inference.http_server import LOADING_S, Server, bind, say_where, serve_until_stopped
 from prime_rl.inference.replies import ReplyFormat
 from prime_rl.inference.service import Service
 from prime_rl.inference.tokenizer import TextTokenizer
@@ -151,7 +151,20 @@ def build_server(service: Service, api_key: str | None, *, ends_with_engine: boo
     """The HTTP server of a service, not started; it outlives a failed engine, answering 503, unless told otherwise."""
     backend = service.backend
     failure = (lambda: backend.stats().error) if ends_with_engine else None
-    return Server(build_app(service, api_key), close=backend.close, failure=failure)
+    return Server(build_app(service, api_key), close=backend.close, failure=failure, gets_on=_Steps(backend))
+
+
+class _Steps:
+    """Whether the engine takes steps while it has requests and is not paused."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._num_steps = -1
+
+    def __call__(self) -> bool:
+        stats = self._backend.stats()
+        before, self._num_steps = self._num_steps, stats.steps_total
+        return stats.paused or stats.num_running == 0 or stats.steps_total != before
 
 
 async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
@@ -159,8 +172,14 @@ async def serve(service: Service, listener: socket.socket, api_key: str | None) 
 
     A failed engine serves no more, so it ends the server, too: requests in flight are answered, then InferenceError.
     """
+
+    def serving() -> str:
+        stats = service.backend.stats()
+        return f"serving weights {stats.version}, {stats.num_running + stats.num_waiting} requests"
+
     say_where(listener, service.model_name, api_key)
-    await serve_until_stopped(build_server(service, api_key, ends_with_engine=True), listener)
+    with activity.doing(serving):
+        await serve_until_stopped(build_server(service, api_key, ends_with_engine=True), listener)
 
 
 async def _load_and_serve(
@@ -171,7 +190,8 @@ async def _load_and_serve(
     listener: socket.socket,
     api_key: str | None,
 ) -> None:
-    backend = build_backend(config)
+    with activity.doing("loading the model", deadline_s=LOADING_S):
+        backend = build_backend(config)
     administration = EmbeddedAdministration(
         backend,
         first=lambda: model_tensors(directory, config.seed),

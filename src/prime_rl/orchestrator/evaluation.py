@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final, Literal
 
+from prime_rl import activity
 from prime_rl.aio import in_daemon_thread
 from prime_rl.config.evals import EvalSamplingConfig
 from prime_rl.config.orchestrator import OrchestratorConfig, ValConfig
@@ -71,6 +72,7 @@ class Suite:
     """The one that goes on."""
     results: Results | None = field(default=None, init=False)
     """Its files; None where it is not saved, or cannot be."""
+    task: activity.Task | None = field(default=None, init=False)
 
 
 @asynccontextmanager
@@ -231,14 +233,17 @@ class OnlineEvaluation:
     async def finish(self) -> None:
         """Until the last weights are evaluated. Raises: DeadlineExceeded when they do not come."""
         last, timeout = self._config.max_steps, self._config.weights_timeout
-        try:
-            async with asyncio.timeout(timeout):
-                await self._until(lambda: last is None or self._version >= last)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"waited {timeout:g} s for weights {last} (serving {self._version}) to evaluate them; look at the "
-                "trainer's log, or raise weights_timeout"
-            ) from None
+        with activity.waiting("trainer", f"weights {last}", deadline_s=timeout) as waiting:
+            while last is not None and self._version < last:
+                if waiting.is_overdue:
+                    raise DeadlineExceeded(
+                        f"waited {waiting.seconds:g} s for weights {last} (serving {self._version}) to evaluate them; "
+                        "look at the trainer's log, or raise weights_timeout"
+                    )
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, waiting.patience_s - waiting.seconds)):
+                        await self._changed.wait()
         await self._until(lambda: all(suite.round is None for suite in self._suites))  # rollouts have deadlines
 
     async def close(self) -> None:
@@ -275,6 +280,7 @@ class OnlineEvaluation:
                 suite.round = Round(suite.parts, self._version)
                 suite.results = Results(self._evals, self._version) if suite.kind == "eval" else None
                 _logger.info("Evaluating weights %d (%s)", self._version, suite.kind)
+                suite.task = activity.doing(f"evaluating weights {self._version} ({suite.kind})").begin()
 
     # Consumes: one item. Waits for: its worker, up to the deadline. Unblocked by: the pool, whatever happens.
     async def _roll(self, suite: Suite, round_: Round, item: Item, servers: tuple[str, ...]) -> None:
@@ -327,6 +333,8 @@ class OnlineEvaluation:
                 _logger.warning("%s%s", failures_text(report), no_score)
         _logger.info("%s of weights %d:\n%s", suite.kind, round_.step, table_text(reports, BASE_STEP))
         suite.round = suite.results = None
+        if suite.task is not None:
+            suite.task.end()
         self._begin_due()
         self._changed.set()
 

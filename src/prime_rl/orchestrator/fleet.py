@@ -26,6 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, Protocol
 
+from prime_rl import activity
 from prime_rl.aio import together
 from prime_rl.environments.client import ENGINE_FAILED, Unreachable, Unwell
 from prime_rl.errors import ArtifactError, InferenceError, PrimeRLError
@@ -126,6 +127,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def _acting() -> float:
+    """The same without what this process was stopped."""
+    return _now() - activity.lost_s()
+
+
 def _ignore_loss(server: Server, reason: str) -> None:
     return None
 
@@ -167,6 +173,8 @@ class Fleet:
         self._disturbed_at = -math.inf
         """When a server was lost, or came back, last."""
         self._outage_since: float | None = None
+        self._outage = activity.waiting("inference", "a server that is up", deadline_s=outage_timeout_s)
+        self._ready_timeout = 0.0
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
         self._may_reload = True
@@ -220,6 +228,7 @@ class Fleet:
         if target is not None:
             self.target = target
         self._may_reload = may_reload
+        self._ready_timeout = ready_timeout
         joins = [asyncio.create_task(self._first_join(server, target, ready_timeout)) for server in self.servers]
         try:
             await (asyncio.wait(joins) if wait_for_all else self._first_and_its_like(joins))
@@ -342,7 +351,9 @@ class Fleet:
             self.on_lost(server, reason)
         server.trouble = reason
         if self._outage_since is None and self.num_up == 0:
-            self._outage_since = _now()
+            self._outage_since = _acting()
+            self._outage = activity.waiting("inference", "a server that is up", deadline_s=self._outage_timeout_s)
+            self._outage.begin()
         self._note_change()
 
     async def _join(self, server: Server) -> None:
@@ -393,6 +404,7 @@ class Fleet:
         server.joined = server.instance
         self._disturbed_at = _now()
         self._outage_since = None
+        self._outage.end()
         self._note_change()
 
     async def _load_up(self, server: Server) -> None:
@@ -444,13 +456,16 @@ class Fleet:
 
     # Consumes: nothing. Waits for: a server that is up. Unblocked by: one that joins; else the run ends.
     async def _watch_outage(self) -> None:
+        patience_s, is_supervised = self._outage_timeout_s, activity.is_supervised()
+        if is_supervised:  # the launcher starts a server again, which then needs as long as it did at the start
+            patience_s = max(activity.patience_s(patience_s), self._ready_timeout)
         while True:
             await asyncio.sleep(RETURN_POLL_S)
             if self._outage_since is None or any(server.state is State.JOINING for server in self.servers):
                 continue
-            gone_s = _now() - self._outage_since
+            gone_s = _acting() - self._outage_since
             final = all(server.trouble.startswith(ENGINE_FAILED) for server in self.servers)
-            if gone_s >= self._outage_timeout_s or final:
+            if gone_s >= patience_s or (final and not is_supervised):
                 await self._end()
 
     async def _end(self) -> None:

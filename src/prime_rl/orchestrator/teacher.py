@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_rl import activity
 from prime_rl.aio import together
 from prime_rl.config.algorithms import DistillationConfig
 from prime_rl.config.orchestrator import OrchestratorConfig, TeacherConfig
@@ -191,11 +192,12 @@ class Teacher:
                 answer = await self._ask_unless_silent(address, body)
                 if isinstance(answer, bytes):
                     return await asyncio.to_thread(_read, answer, token_ids, address)
-                now = time.monotonic()
-                give_up_at = now + self._outage_timeout_s if give_up_at is None else give_up_at
+                now = activity.clock()
+                patience_s = activity.patience_s(self._outage_timeout_s)
+                give_up_at = now + patience_s if give_up_at is None else give_up_at
                 if now >= give_up_at:
                     raise InferenceError(
-                        f"the teacher at {address} could not be asked for {self._outage_timeout_s:g} s: {answer}; look "
+                        f"the teacher at {address} could not be asked for {patience_s:g} s: {answer}; look "
                         "at its log, or raise outage_timeout"
                     )
                 await asyncio.sleep(RETRY_S)  # under its load: others come first meanwhile
@@ -204,18 +206,17 @@ class Teacher:
 
     async def _ask_unless_silent(self, address: str, body: dict[str, Any]) -> bytes | str:
         """As `_ask`; there is no answer either where the server gives none, to nobody, for `outage_timeout`."""
-        asked_at = time.monotonic()
         asking = asyncio.create_task(self._ask("POST", f"{address.rstrip('/')}/completions", json=body))
         try:
-            while not asking.done():
-                heard_at = max(asked_at, self._heard_at.get(address, asked_at))
-                patience_s = heard_at + self._outage_timeout_s - time.monotonic()
-                if patience_s <= 0:
-                    return f"it has answered nothing for {self._outage_timeout_s:g} s"
-                await asyncio.wait({asking}, timeout=patience_s)
+            with activity.waiting("teacher", "logprobs", deadline_s=self._outage_timeout_s) as waiting:
+                while not asking.done():
+                    waiting.renew(self._heard_at.get(address, 0.0))
+                    if (left_s := self._outage_timeout_s - waiting.seconds) <= 0:
+                        return f"it has answered nothing for {self._outage_timeout_s:g} s"
+                    await asyncio.wait({asking}, timeout=left_s)
             answer = asking.result()
             if isinstance(answer, bytes):
-                self._heard_at[address] = time.monotonic()
+                self._heard_at[address] = activity.clock()
             return answer
         finally:
             asking.cancel()
@@ -223,18 +224,18 @@ class Teacher:
     async def _wait_ready(self, address: str) -> None:
         """Until the server lists its models, the teacher among them."""
         client, url = self._config.client, f"{address.rstrip('/')}/models"
-        started = noticed = time.monotonic()
-        while not isinstance(answer := await self._ask("GET", url, timeout=PROBE_TIMEOUT_S), bytes):
-            now = time.monotonic()
-            if now - started >= client.ready_timeout:
-                raise InferenceError(
-                    f"no teacher answered at {url} within {client.ready_timeout:g} s ({answer}); look at its log, or "
-                    "correct teacher_model.client.base_url"
-                )
-            if now - noticed >= NOTICE_INTERVAL_S:
-                noticed = now
-                _logger.info("Waiting for the teacher at %s since %.0f s", address, now - started)
-            await asyncio.sleep(POLL_S)
+        next_notice_s = NOTICE_INTERVAL_S
+        with activity.waiting("teacher", f"{address} to serve", deadline_s=client.ready_timeout) as waiting:
+            while not isinstance(answer := await self._ask("GET", url, timeout=PROBE_TIMEOUT_S), bytes):
+                if waiting.is_overdue:
+                    raise InferenceError(
+                        f"no teacher answered at {url} within {waiting.patience_s:g} s ({answer}); look at its log, or "
+                        "correct teacher_model.client.base_url"
+                    )
+                if waiting.seconds >= next_notice_s:
+                    next_notice_s += NOTICE_INTERVAL_S
+                    _logger.info("Waiting for the teacher at %s since %.0f s", address, waiting.seconds)
+                await asyncio.sleep(POLL_S)
         try:
             models = [card.id for card in msgspec.json.decode(answer, type=_Models).data]
         except msgspec.DecodeError as error:

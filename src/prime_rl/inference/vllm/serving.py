@@ -27,12 +27,13 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 
+from prime_rl import activity
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, ModelError
 from prime_rl.inference import admin
 from prime_rl.inference.gate import GENERATION_ROUTES, BearerKey, BodyLimit, MinVersion, OnlyRoutes
 from prime_rl.inference.http import error_response
-from prime_rl.inference.http_server import Server, say_where, serve_until_stopped
+from prime_rl.inference.http_server import LOADING_S, Server, say_where, serve_until_stopped
 from prime_rl.inference.vllm import compat
 from prime_rl.inference.vllm.administration import VLLMAdministration
 from prime_rl.inference.vllm.answers import OlderNames, SayVersions
@@ -61,7 +62,8 @@ async def serve(
     """Start vLLM's engine and serve until told to stop, or until the engine fails (InferenceError)."""
     set_ulimit()
     args = parse_arguments(config, model_dir)
-    engine = start_engine(args)
+    with activity.doing("loading the model", deadline_s=LOADING_S):
+        engine = start_engine(args)
     try:
         administration = VLLMAdministration(
             engine, first=model_dir, recompute=config.kv_cache_on_update == "recompute", causes=causes
@@ -77,7 +79,8 @@ async def serve(
         server = Server(gated(app, administration, api_key), close=close, failure=administration.failure, lifespan=True)
         app.state.server = server  # where vLLM's error handlers look
         say_where(listener, config.model.name, api_key, f"vLLM {vllm.__version__}")
-        await serve_until_stopped(server, listener)
+        with activity.doing(lambda: f"serving weights {administration.served().version}"):
+            await serve_until_stopped(server, listener)
     finally:
         engine.shutdown(timeout=ENGINE_STOP_S)
 
