@@ -224,6 +224,10 @@ class OrchestratorConfig(ProcessConfig):
     """Whether what makes a batch depends on seed and weights alone: groups are run in rounds and judged in their order,
     and every request has a seed of its own. Needs `max_async_level = 0`, and one server that is deterministic too."""
 
+    recover: bool = False
+    """Whether to go on after the newest complete batch in the run directory, with the state beside it. `rl` sets it when
+    it starts an orchestrator again."""
+
     log: LogConfig = Field(default_factory=LogConfig)
 
     @property

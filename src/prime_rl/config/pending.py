@@ -18,7 +18,6 @@ TENSOR_PARALLEL = "tensor parallelism"
 SPEED = "the trainer's matrix products in 8 bits"
 VLLM = "the vLLM backend"
 HF_CODE = "models of other architectures"
-CHECKPOINTS = "checkpoints and resume"
 WEIGHT_FILES = "weights in other kinds of files"
 MONITORS = "monitors"
 EVALUATION = "the full evaluation"
@@ -61,14 +60,6 @@ PENDING: dict[str, Pending] = {
             *("TrainerConfig.rollout_transport", "OrchestratorConfig.rollout_transport", "ClientConfig.elastic"),
         ],
         Pending(CLUSTER),
-    ),
-    **dict.fromkeys(
-        [
-            *("OrchestratorConfig.ckpt", "RLConfig.ckpt"),
-            *("BufferConfig.easy_fraction", "BufferConfig.hard_fraction", "BufferConfig.hash_keys"),
-            "OnlineEvalConfig.skip_eval_on_resume",
-        ],
-        Pending(CHECKPOINTS),
     ),
     **dict.fromkeys(
         [

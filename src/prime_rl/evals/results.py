@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from prime_rl.disk import refused
 from prime_rl.environments.rollouts import Rollout
 from prime_rl.errors import ArtifactError
 from prime_rl.evals.report import EvalReport, report_json, result_line
@@ -67,7 +68,7 @@ class Results:
         except (OSError, ArtifactError) as error:
             self._discard()
             known = isinstance(error, ArtifactError)
-            raise error if known else ArtifactError(f"cannot write {self.directory}: {error}") from error
+            raise error if known else refused(error, self.directory) from error
 
     def _begun(self) -> Path:
         if self._hidden is None:

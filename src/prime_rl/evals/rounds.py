@@ -81,7 +81,7 @@ class Schedule:
         return version // self._interval > before // self._interval or (version == self._last and version > self._begun)
 
     def begin(self, version: int) -> None:
-        """An evaluation begins with the weights of `version`."""
+        """An evaluation begins with the weights of `version`, or was complete when the run was last ended."""
         self._begun = version
 
 

@@ -8,20 +8,12 @@ they are, and nothing is written but metrics, into `<output_dir>/bench` (`config
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from prime_rl.data.samples import TrainingBatch
-
-
-class BatchSink(Protocol):
-    """Where batches go."""
-
-    def write(self, batch: TrainingBatch, files: Mapping[str, bytes]) -> object:
-        """Take batch N, and files for people to read."""
 
 
 class NoBatches:
     """Takes batches and keeps none."""
 
-    def write(self, batch: TrainingBatch, files: Mapping[str, bytes]) -> None:
+    def write(self, batch: TrainingBatch, beside: Mapping[str, bytes]) -> None:
         pass

@@ -3,8 +3,9 @@
     trainer: broadcasts/step_N appears -> here: all servers pause, `ready_N` appears -> trainer sends, servers take
                                        -> all servers resume
 
-Everybody of the group takes part, or nobody can. So when a server of the group is lost, or its update fails, weights
-come as files from that step on; trainer and orchestrator tell each other so (`transport.broadcasts`).
+Everybody of the group takes part, or nobody can. So when a server of the group is lost, its update fails, or trainer or
+orchestrator are started again, weights come as files from that step on; trainer and orchestrator tell each other so
+(`transport.broadcasts`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from prime_rl.logs import get_logger
 from prime_rl.orchestrator.fleet import Fleet, Server, State, Target
 from prime_rl.transport.api import InitTransferRequest
 from prime_rl.transport.broadcasts import MEETING_TIMEOUT_S, fall_back, fallback_reason, finish, is_over, ready_file
+from prime_rl.transport.manifest import complete_steps
 
 FALLBACK_POLL_S: Final = 0.5
 
@@ -42,6 +44,16 @@ class Broadcasts:
     def is_over(self) -> bool:
         """Whether weights come as files: either side said so."""
         return is_over(self.directory)
+
+    def begin(self, *, again: bool) -> None:
+        """Give up on NCCL where somebody sent weights before this process was there: `again`, or by what is left of it.
+
+        Trainer and servers are in a group that was formed with another orchestrator, or in none.
+        """
+        if again or complete_steps(self.directory):
+            reason = "the orchestrator was started again"
+            _logger.warning("Weights come as files from now on, not over NCCL: %s", reason)
+            fall_back(self.directory, reason)
 
     async def open(self) -> None:
         """Have all servers join the trainer's group; falls back to files when one cannot.

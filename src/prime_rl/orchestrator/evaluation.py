@@ -15,7 +15,9 @@ inference server or a worker was lost, which is not the model's doing, it is run
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,12 +36,15 @@ from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupErr
 from prime_rl.evals.report import failures_text, log_line, table_text
 from prime_rl.evals.results import Results
 from prime_rl.evals.rounds import Item, Part, Round, Schedule, plan_part
+from prime_rl.journal import Journal
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor, Monitor
 from prime_rl.orchestrator.dispatch import Job
+from prime_rl.orchestrator.evaluated import BEGUN, COMPLETE, PROCESS
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.groups import End, RolloutCounts
 from prime_rl.orchestrator.rounds import seed_of
+from prime_rl.orchestrator.state import EvaluationState
 from prime_rl.orchestrator.temperature import temperature_at
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.manifest import complete_steps
@@ -77,17 +82,22 @@ class Suite:
 
 @asynccontextmanager
 async def open_evaluation(
-    config: OrchestratorConfig, training_pools: Mapping[str, EnvPool], fleet: Fleet, paths: RunPaths
+    config: OrchestratorConfig,
+    training_pools: Mapping[str, EnvPool],
+    fleet: Fleet,
+    paths: RunPaths,
+    *,
+    is_anew: bool = True,
 ) -> AsyncIterator[OnlineEvaluation | None]:
     """What the run is evaluated on, with its workers; None where it is not. Ends the workers.
 
-    Raises: EnvironmentSetupError, ConfigError where an environment cannot be evaluated on; ArtifactError where results
-        of an earlier run lie in the way.
+    Raises: EnvironmentSetupError, ConfigError where an environment cannot be evaluated on; ArtifactError where the run
+        begins anew, and results of an earlier one lie in the way.
     """
     if config.bench or (config.eval is None and config.val is None):
         yield None
         return
-    if config.eval is not None and (steps := complete_steps(paths.evals)):
+    if is_anew and config.eval is not None and (steps := complete_steps(paths.evals)):
         raise ArtifactError(
             f"{step_dir(paths.evals, steps[0])} holds an evaluation of an earlier run; choose another output_dir or "
             "remove it"
@@ -109,7 +119,9 @@ async def open_evaluation(
         suites = [eval_suite(config, pools)] if config.eval is not None else []
         suites += [val_suite(config, config.val, training_pools)] if config.val is not None else []
         monitor = JsonlMonitor(paths.metrics("eval"))
-        evaluation = OnlineEvaluation(config, suites, fleet=fleet, monitor=monitor, evals=paths.evals)
+        evaluation = OnlineEvaluation(
+            config, suites, fleet=fleet, monitor=monitor, evals=paths.evals, journal=Journal(paths.journal, PROCESS)
+        )
         try:
             yield evaluation
         finally:
@@ -177,7 +189,14 @@ class OnlineEvaluation:
     """The evaluations of a run: an `orchestrator.Evaluation`."""
 
     def __init__(
-        self, config: OrchestratorConfig, suites: Sequence[Suite], *, fleet: Fleet, monitor: Monitor, evals: Path
+        self,
+        config: OrchestratorConfig,
+        suites: Sequence[Suite],
+        *,
+        fleet: Fleet,
+        monitor: Monitor,
+        evals: Path,
+        journal: Journal,
     ) -> None:
         """`eval` is saved to `evals/step_N`; both kinds are logged to `monitor`."""
         self.share = DEFAULT_SHARE if config.eval is None else config.eval.share
@@ -191,16 +210,40 @@ class OnlineEvaluation:
         self._fleet = fleet
         self._monitor = monitor
         self._evals = evals
+        self._journal = journal
+        self._repeated: int | None = None
+        """The version that is served again because its evaluation was cut off: until then training waits."""
         self._version = -1
         self._keys = count()
         self._changed = asyncio.Event()
+        self._notes = ThreadPoolExecutor(1, "journal")
+        """One note after the other."""
         self._saving = asyncio.Lock()
         """One write at a time: of those that a disk does not take, no more than one waits for it."""
 
     @property
     def is_alone(self) -> bool:
         """Whether a round runs that training has to wait for."""
-        return any(suite.round is not None for suite in self._suites if suite.runs_alone)
+        rounds = [(suite.round, suite.runs_alone) for suite in self._suites if suite.round is not None]
+        return any(runs_alone or round_.step == self._repeated for round_, runs_alone in rounds)
+
+    def snapshot(self) -> EvaluationState:
+        """What it counts; how far an evaluation is, is not kept: it is run again."""
+        return EvaluationState(dispatched=self.counts.dispatched, ends=list(self.counts.ends.items()))
+
+    def restore(self, state: EvaluationState | None, evaluated: Mapping[str, int], repeated: int | None) -> None:
+        """Go on where another process left off; before any weights are told.
+
+        `evaluated`: the version of each kind that was evaluated last. `repeated`: that of an evaluation which was cut
+        off, if it is served for its sake, and not for training's.
+        """
+        if state is not None:
+            self.counts = RolloutCounts(dispatched=state.dispatched, ends=Counter(dict(state.ends)))
+            if lost := self._num_in_flight:
+                self.counts.ends[End(kind="cancelled", why="restarted")] += lost
+        self._repeated = repeated
+        for suite in self._suites:
+            suite.schedule.begin(evaluated.get(suite.kind, -1))
 
     def on_weights(self, version: int) -> None:
         """Weights of `version` are served now. Begins what is due."""
@@ -248,6 +291,7 @@ class OnlineEvaluation:
 
     async def close(self) -> None:
         """The run is over, and what is in flight with it: nothing is kept of an evaluation that is not complete."""
+        self._notes.shutdown(wait=False)
         if cancelled := self._num_in_flight:
             self.counts.ends[End(kind="cancelled", why="run_over")] += cancelled
         for suite in self._suites:
@@ -279,6 +323,7 @@ class OnlineEvaluation:
                 suite.schedule.begin(self._version)
                 suite.round = Round(suite.parts, self._version)
                 suite.results = Results(self._evals, self._version) if suite.kind == "eval" else None
+                self._note(BEGUN, suite, suite.round)
                 _logger.info("Evaluating weights %d (%s)", self._version, suite.kind)
                 suite.task = activity.doing(f"evaluating weights {self._version} ({suite.kind})").begin()
 
@@ -325,7 +370,8 @@ class OnlineEvaluation:
         reports = round_.reports()
         await self._save(suite, lambda results: results.publish(reports))
         metrics = {name: value for report in reports for name, value in report.metrics(suite.kind).items()}
-        self._monitor.log(metrics, step=round_.step)
+        self._monitor.log(metrics, step=round_.step)  # from now on it is not run again
+        self._note(COMPLETE, suite, round_)
         for report in reports:
             _logger.info("%s", log_line(report))
             if report.num_failed:
@@ -337,6 +383,11 @@ class OnlineEvaluation:
             suite.task.end()
         self._begin_due()
         self._changed.set()
+
+    def _note(self, event: str, suite: Suite, round_: Round) -> None:
+        """In a thread, which a slow disk may hold up."""
+        note = partial(self._journal.note, event, step=round_.step, kind=suite.kind)
+        asyncio.get_running_loop().run_in_executor(self._notes, note)
 
     async def _save(self, suite: Suite, write: Callable[[Results], None]) -> None:
         """Write to the files of the round. Where that fails there are none, which is no reason to end training.

@@ -35,6 +35,7 @@ from prime_rl.orchestrator.limits import scheduler_limits
 from prime_rl.orchestrator.rounds import Rounds, seed_of
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.scoring import ScoredRollout, Scorer
+from prime_rl.orchestrator.state import OrchestratorState
 from prime_rl.orchestrator.temperature import temperature_at
 
 SCORE_TIMEOUT_S: Final = 120.0
@@ -103,6 +104,20 @@ class Generation:
         """One group is scored at a time: threads that compute at once only get in each other's way."""
         per_minute = config.tasks_per_minute
         self._rates = {label: RateLimit(per_minute) for label in pools} if per_minute is not None else {}
+
+    def restore(self, state: OrchestratorState, *, served: int, takes_back: bool) -> None:
+        """Go on where `state` was taken, with weights `served`; before anything is run.
+
+        What was in flight is cancelled, and run again. `takes_back`: `Buffer.restore`.
+        """
+        self.buffer.restore(state.buffer, takes_back=takes_back)
+        self.scheduler.restore(state.scheduler, version=served)
+        for label, ledger in self.faults.items():
+            ledger.restore(state.faults.get(label, ()))
+        self.num_failovers = state.num_failovers
+        self.interrupt("restarted")
+        for group in self.scheduler.unjudged():
+            self._judge_in_turn(group)
 
     def close(self) -> None:
         """The run is over: what is active is cancelled."""
@@ -268,7 +283,8 @@ class Generation:
         scored = await self._score(group)
         if not self.scheduler.is_active(group.number):
             return  # it became too old meanwhile
-        if why := self.buffer.judge(group.example, [rollout.reward for rollout in group.results]):
+        rewards = [rollout.reward for rollout in group.results]
+        if why := self.buffer.judge(group.example, rewards, group.results[0].fingerprint):
             self.scheduler.filter(group.number, why)
         else:
             if self._teacher is not None:

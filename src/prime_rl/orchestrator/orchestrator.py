@@ -43,17 +43,21 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.environments.client import InferenceClient, open_clients
 from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
-from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
+from prime_rl.environments.rollouts import EnvironmentSpec
+from prime_rl.errors import ConfigError, DeadlineExceeded
+from prime_rl.journal import Journal
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import JsonlMonitor, Monitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.monitors.lag import LoopLag
-from prime_rl.orchestrator.bench import BatchSink, NoBatches
+from prime_rl.orchestrator.bench import NoBatches
 from prime_rl.orchestrator.broadcasts import Broadcasts
+from prime_rl.orchestrator.ckpt import Begins, Start, prepare_start
 from prime_rl.orchestrator.concurrency import Concurrency
 from prime_rl.orchestrator.controller import Controller, FixedBound, Loads
 from prime_rl.orchestrator.dispatch import Dispatcher, Source
-from prime_rl.orchestrator.evaluation import open_evaluation
+from prime_rl.orchestrator.evaluated import PROCESS, RECOVERED
+from prime_rl.orchestrator.evaluation import num_trained, open_evaluation
 from prime_rl.orchestrator.faults import take_all_counts
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.generation import EndedRollout, Generation, Teacher
@@ -70,11 +74,12 @@ from prime_rl.orchestrator.metrics import (
 )
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.scoring import FinishedBatch, ScoredRollout, Scorer, build_scorer
+from prime_rl.orchestrator.shipping import BatchSink, NotedBatches
+from prime_rl.orchestrator.state import EvaluationState, OrchestratorState, State, encode
 from prime_rl.orchestrator.teacher import open_teacher
 from prime_rl.orchestrator.traces import open_traces
 from prime_rl.paths import RunPaths
-from prime_rl.transport.batches import BatchWriter
-from prime_rl.transport.manifest import complete_steps
+from prime_rl.transport.batches import STATE, BatchWriter
 
 NOTICE_INTERVAL_S: Final = 30.0
 
@@ -89,12 +94,47 @@ def run(config: OrchestratorConfig) -> None:
 async def orchestrate(config: OrchestratorConfig) -> None:
     """Build everything, run it, tear it down."""
     paths = RunPaths(config.output_dir)
-    if steps := complete_steps(paths.rollouts):
-        raise ArtifactError(
-            f"{paths.rollouts} holds {len(steps)} batches of an earlier run; choose another output_dir or remove it"
-        )
+    start = await asyncio.to_thread(prepare_start, config, paths)
     scorer = build_scorer(config)
-    specs = [
+    async with AsyncExitStack() as stack:
+        events = stack.enter_context(EventLog.opened(paths.events))
+        clients = await stack.enter_async_context(open_clients(config.client))
+        policy = build_policy(config, clients, paths, events)
+        stack.callback(policy.close)
+        log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
+        limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
+        opening = open_pools(_specs(config, start), num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
+        serving = _serve_first_weights(config, start, policy)
+        pools, _ = await together(stack.enter_async_context(opening), serving)
+        teacher = None
+        if config.teacher_model is not None:
+            teacher = await stack.enter_async_context(open_teacher(config))
+        is_anew = start.how is Begins.ANEW
+        evaluation = await stack.enter_async_context(
+            open_evaluation(config, pools, policy.fleet, paths, is_anew=is_anew)
+        )
+        monitor = JsonlMonitor(paths.metrics("orchestrator"))
+        stack.callback(monitor.close)
+        traces = await stack.enter_async_context(open_traces(config, paths.traces, ended=start.ended()))
+        journal = Journal(paths.journal, PROCESS)
+        orchestrator = Orchestrator(
+            config=config,
+            pools=pools,
+            policy=policy,
+            writer=NoBatches() if config.bench else NotedBatches(BatchWriter(paths.rollouts), journal),
+            monitor=monitor,
+            scorer=scorer,
+            extensions=Extensions(teacher=teacher, evaluation=evaluation, on_end=traces.note),
+        )
+        if not is_anew:
+            orchestrator.go_on(start)
+            await asyncio.to_thread(journal.note, RECOVERED, step=start.next_batch, how=start.how.value)
+        await orchestrator.run()
+
+
+def _specs(config: OrchestratorConfig, start: Start) -> list[EnvironmentSpec]:
+    """What the workers of the training environments need to know."""
+    return [
         environment_spec(
             env,
             client=config.client,
@@ -102,38 +142,31 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             log=config.log,
             retry_s=config.outage_timeout,
             renderer=config.renderer.name,
+            hash_keys=config.buffer.hash_keys,
+            tells_examples=env.label in start.tells_examples,
         )
         for env in config.env
     ]
-    log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
-    limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
-    writer = NoBatches() if config.bench else BatchWriter(paths.rollouts)
-    async with AsyncExitStack() as stack:
-        events = stack.enter_context(EventLog.opened(paths.events))
-        clients = await stack.enter_async_context(open_clients(config.client))
-        policy = build_policy(config, clients, paths, events)
-        stack.callback(policy.close)
-        opening = open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
-        # `--bench` leaves the weights as they are.
-        starting = policy.start(config.client.ready_timeout, adopt=config.bench)
-        pools, _ = await together(stack.enter_async_context(opening), starting)
-        teacher = None
-        if config.teacher_model is not None:
-            teacher = await stack.enter_async_context(open_teacher(config))
-        evaluation = await stack.enter_async_context(open_evaluation(config, pools, policy.fleet, paths))
-        monitor = JsonlMonitor(paths.metrics("orchestrator"))
-        stack.callback(monitor.close)
-        traces = await stack.enter_async_context(open_traces(config, paths.traces))
-        orchestrator = Orchestrator(
-            config=config,
-            pools=pools,
-            policy=policy,
-            writer=writer,
-            monitor=monitor,
-            scorer=scorer,
-            extensions=Extensions(teacher=teacher, evaluation=evaluation, on_end=traces.note),
-        )
-        await orchestrator.run()
+
+
+async def _serve_first_weights(config: OrchestratorConfig, start: Start, policy: Policy) -> None:
+    """Have the servers serve the weights that the run begins with, or goes on with.
+
+    A run that is resumed at step N does so with weights N, which it waits for, or the older ones that a strict level
+    asks for. One that was interrupted takes the newest there are; those that the trainer only sent come as files once
+    they are waited for. It begins with older ones where their evaluation was cut off.
+    """
+    newest_allowed = start.next_batch - (config.max_async_level if config.strict_async_level else 0)
+    version = max(0, newest_allowed)
+    if start.how is Begins.RECOVERED:
+        version = await policy.newest(version)
+        if start.cut_off is not None and await policy.newest(min(start.cut_off, version)) == start.cut_off:
+            version = start.cut_off
+    elif start.how is Begins.RESUMED and config.ckpt is not None:
+        await policy.appear(version, config.ckpt.wait_for_weights_timeout or config.weights_timeout)
+    # `--bench` leaves the weights as they are.
+    again = start.how is Begins.RECOVERED
+    await policy.start(config.client.ready_timeout, version=version, adopt=config.bench, again=again)
 
 
 def build_policy(
@@ -173,6 +206,14 @@ class Evaluation(Source, Protocol):
 
     def metrics(self) -> dict[str, float]:
         """How many rollouts were dispatched for it so far, and what became of them."""
+        ...
+
+    def snapshot(self) -> EvaluationState:
+        """What it counts."""
+        ...
+
+    def restore(self, state: EvaluationState | None, evaluated: Mapping[str, int], repeated: int | None) -> None:
+        """Go on where another process left off, before any weights are told; `OnlineEvaluation.restore`."""
         ...
 
     async def finish(self) -> None:
@@ -235,6 +276,7 @@ class Orchestrator:
         self._scheduler = self._generation.scheduler
         self._generation.may_start = lambda: not self._is_evaluated_alone
         policy.newest_allowed = self._newest_allowed
+        self._pools = pools
         share = 0.0 if evaluation is None else evaluation.share
         sources: dict[str, Source] = {"training": self._generation}
         shares = {"training": 1 - share}
@@ -242,9 +284,7 @@ class Orchestrator:
             sources["evaluation"], shares["evaluation"] = evaluation, share
         groups = math.ceil(self._scheduler.window / self._scheduler.limits.first_estimate)
         concurrency = _concurrency(config, pools, shares, usual=groups * config.rollouts_per_example)
-        self._dispatcher = Dispatcher(
-            self._fleet, self._supervisor, concurrency, sources, version=lambda: self._scheduler.version
-        )
+        self._dispatcher = Dispatcher(self._fleet, self._supervisor, concurrency, sources, version=self._least_version)
         self._loads = Loads(self._fleet, concurrency, extensions.controller, on_change=self._dispatcher.wake)
         self._progress = Progress()
         self._ends = EndTally()
@@ -255,6 +295,29 @@ class Orchestrator:
         self._waiting: activity.Waiting | None = None
         """For what the next batch lacks."""
         self._step_started = self._noticed_at = time.monotonic()
+
+    def go_on(self, start: Start) -> None:
+        """Go on where another process left off, with the weights that are served; before `run`.
+
+        Raises: ConfigError as `Start.fitting`.
+        """
+        served, scheduler = self._policy.version, self._scheduler
+        sizes = {label: num_trained(self._config, pool) for label, pool in self._pools.items()}
+        fingerprints = {label: pool.size.fingerprints[: sizes[label]] for label, pool in self._pools.items()}
+        state = start.fitting(sizes, fingerprints)
+        is_repeated = start.cut_off == served < (served if state is None else state.scheduler.version)
+        if self._evaluation is not None:
+            counts = None if state is None else state.evaluation
+            self._evaluation.restore(counts, start.evaluated, served if is_repeated else None)
+        if state is None:
+            scheduler.next_batch = start.next_batch
+        else:
+            restored = state.scheduler.version if is_repeated else served
+            self._generation.restore(state, served=restored, takes_back=start.how is Begins.RESUMED)
+            self._progress = replace(state.progress)
+            self._fleet.num_restarts += state.num_restarts
+        if served > scheduler.version:
+            scheduler.set_version(served)
 
     async def run(self) -> None:
         """Until every batch is shipped, and evaluated what shall be."""
@@ -309,7 +372,7 @@ class Orchestrator:
 
     def _evaluate(self) -> None:
         if self._evaluation is not None:
-            self._evaluation.on_weights(self._scheduler.version)
+            self._evaluation.on_weights(self._policy.version)
         if self._is_evaluated_alone:
             self._generation.interrupt("evaluation")
 
@@ -317,8 +380,12 @@ class Orchestrator:
     def _is_evaluated_alone(self) -> bool:
         return self._evaluation is not None and self._evaluation.is_alone
 
+    def _least_version(self) -> int:
+        """What a server must serve to be given anything."""
+        return self._policy.version if self._is_evaluated_alone else self._scheduler.version
+
     def _newest_allowed(self) -> int | None:
-        return self._scheduler.version if self._is_evaluated_alone else self._scheduler.newest_allowed
+        return self._policy.version if self._is_evaluated_alone else self._scheduler.newest_allowed
 
     def _on_servers(self) -> None:
         for pool in self._all_pools:
@@ -388,11 +455,49 @@ class Orchestrator:
         return what + (f"; {scheduler.left_out}" if scheduler.left_out else "")
 
     async def _ship(self, groups: Sequence[Sequence[ScoredRollout]]) -> None:
+        """Log the metrics of a batch, then publish it with the state that goes on from it.
+
+        In this order: what a process that died had logged of a batch that is not complete is dropped, and comes again.
+        """
         self._end_waiting()
         step = self._scheduler.next_batch - 1
         async_level = step - self._scheduler.version
+        # At once, together: whatever happens from now on belongs to the next batch, in the figures and in the state.
+        figures = progress_metrics(self._progress, groups) | self._ends.take()
+        failures = take_all_counts(self._generation.faults.values())
+        counters = replace(self._scheduler.counters, ends=self._scheduler.counters.ends.copy())
+        state = self._snapshot()
         with activity.doing(f"writing batch {step}"):
-            finished = await asyncio.to_thread(self._write, step, groups)
+            finished = await asyncio.to_thread(self._scorer.finish_batch, groups)
+            metrics = await asyncio.to_thread(  # it looks at every token
+                batch_metrics,
+                finished.groups,
+                step=step,
+                async_level=async_level,
+                clock=self._take_clock(),
+                failures=failures,
+                counters=counters,
+                strategy=self._config.trajectory_strategy,
+            )
+            self._log(step, finished, metrics | figures)
+            await asyncio.to_thread(self._publish, step, finished, state)
+
+    def _snapshot(self) -> OrchestratorState:
+        generation, config = self._generation, self._config
+        return State(
+            rollouts_per_example=config.rollouts_per_example,
+            in_tokens=config.token_batch_size is not None,
+            scheduler=self._scheduler.snapshot(),
+            buffer=generation.buffer.snapshot(),
+            progress=replace(self._progress),
+            faults={env: ledger.snapshot() for env, ledger in generation.faults.items()},
+            evaluation=None if self._evaluation is None else self._evaluation.snapshot(),
+            num_failovers=generation.num_failovers,
+            num_restarts=self._fleet.num_restarts,
+        )
+
+    def _take_clock(self) -> Clock:
+        """Where the time went since the last call."""
         now = time.monotonic()
         clock = Clock(
             step_s=now - self._step_started,
@@ -402,21 +507,12 @@ class Orchestrator:
         )
         self._step_started = self._noticed_at = now
         self._waited_for_weights_s = self._waited_for_rollouts_s = 0.0
+        return clock
+
+    def _log(self, step: int, finished: FinishedBatch, metrics: dict[str, float]) -> None:
         generation = self._generation
-        counters = replace(self._scheduler.counters, ends=self._scheduler.counters.ends.copy())
-        metrics = await asyncio.to_thread(  # it looks at every token
-            batch_metrics,
-            finished.groups,
-            step=step,
-            async_level=async_level,
-            clock=clock,
-            failures=take_all_counts(generation.faults.values()),
-            counters=counters,
-            strategy=self._config.trajectory_strategy,
-        )
         metrics |= finished.metrics | server_metrics(self._fleet, generation.num_failovers) | self._loads.metrics()
-        metrics |= progress_metrics(self._progress, finished.groups) | generation.metrics()
-        metrics |= self._ends.take() | self._lag.take()
+        metrics |= generation.metrics() | self._lag.take()
         if self._evaluation is not None:
             metrics |= self._evaluation.metrics()
         self._monitor.log(metrics, step=step)
@@ -426,15 +522,16 @@ class Orchestrator:
         if self._config.log.log_data:
             _logger.info("Batch %d begins with %s", step, finished.groups[0][0].rollout.text)
 
-    def _write(self, step: int, groups: Sequence[Sequence[ScoredRollout]]) -> FinishedBatch:
-        """Pack and publish one batch, with its rollouts in readable form beside it."""
-        finished = self._scorer.finish_batch(groups)
+    def _publish(self, step: int, finished: FinishedBatch, state: OrchestratorState) -> None:
+        """Pack and publish one batch, with its rollouts in readable form and the state beside it."""
         batch = build_batch(finished.samples, step=step, seq_len=self._config.seq_len)
         gap = step - batch.min_version
         is_bounded = self._config.bench or 0 <= gap <= self._config.staleness_bound
         assert is_bounded, f"batch {step} holds tokens of weights {batch.min_version}"
-        self._writer.write(batch, {"rollouts.jsonl": readable_rollouts(finished.groups)})
-        return finished
+        beside = {"rollouts.jsonl": readable_rollouts(finished.groups)}
+        if not self._config.bench:
+            beside[STATE] = encode(state)
+        self._writer.write(batch, beside)
 
 
 def _concurrency(

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from prime_rl import activity
+from prime_rl.errors import DeadlineExceeded
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.broadcasts import Broadcasts
 from prime_rl.orchestrator.fleet import Fleet, Target
@@ -46,20 +48,42 @@ class Policy:
         self._may_reload = may_reload
         self._listed_at = -LIST_INTERVAL_S
 
-    async def start(self, ready_timeout: float, *, adopt: bool = False) -> None:
-        """Wait for the servers, and begin with the base weights: `weights/step_0`, or the servers' own model.
+    async def start(self, ready_timeout: float, *, version: int = 0, adopt: bool = False, again: bool = False) -> None:
+        """Wait for the servers, and begin with the weights of `version`, which are there: of 0, `weights/step_0` or
+        the servers' own model. It is the only time that servers may be given older weights than they serve.
 
-        `adopt`: with whatever they serve. Raises: InferenceError.
+        `adopt`: with whatever they serve. `again`: this process takes the place of one that died, so that nobody would
+        meet it to form an NCCL group. Raises: InferenceError.
         """
-        base = None
+        target = None
         if not adopt:
-            has_own = 0 in await asyncio.to_thread(complete_steps, self._weights)
-            base = _target(step_dir(self._weights, 0), 0) if has_own else Target()
-        await self.fleet.start(
-            base, ready_timeout, may_reload=self._may_reload, wait_for_all=self._broadcasts is not None
-        )
-        if self._broadcasts is not None and not adopt:
-            await self._broadcasts.open()
+            has_own = version or 0 in await asyncio.to_thread(complete_steps, self._weights)
+            target = _target(step_dir(self._weights, version), version) if has_own else Target()
+            self.version = version
+        broadcasts = None if adopt else self._broadcasts
+        if broadcasts is not None:
+            await asyncio.to_thread(broadcasts.begin, again=again)
+        over_nccl = broadcasts is not None and not broadcasts.is_over()
+        await self.fleet.start(target, ready_timeout, may_reload=self._may_reload or again, wait_for_all=over_nccl)
+        if broadcasts is not None and over_nccl:
+            await broadcasts.open()
+
+    async def newest(self, at_most: int | None) -> int:
+        """The newest complete weights up to `at_most` (None: whichever); 0 where there are none."""
+        steps = await asyncio.to_thread(complete_steps, self._weights)
+        return max((step for step in steps if at_most is None or step <= at_most), default=0)
+
+    async def appear(self, version: int, timeout: float) -> None:
+        """Until the weights of `version` are complete. Raises: DeadlineExceeded after `timeout` seconds."""
+        directory = step_dir(self._weights, version)
+        with activity.waiting("trainer", f"{directory} to go on with", deadline_s=timeout) as waiting:
+            while not (directory / MARKER).exists():
+                if waiting.is_overdue:
+                    raise DeadlineExceeded(
+                        f"{directory}, which the run is to go on with, did not appear within {timeout:g} s; look at "
+                        "the trainer's log, or raise weights_timeout (ckpt.wait_for_weights_timeout)"
+                    )
+                await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
         """Nobody relays weights any more."""

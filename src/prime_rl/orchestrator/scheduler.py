@@ -47,8 +47,8 @@ from prime_rl.orchestrator.groups import (
     FinishedGroup,
     GroupState,
     Result,
-    Scored,
     SchedulerState,
+    Scored,
 )
 from prime_rl.orchestrator.limits import SchedulerLimits
 
@@ -377,7 +377,7 @@ class Scheduler(Generic[Result, Scored]):
         What was in flight counts as being so until `interrupt`. `version`: the weights that are served, where those are
         older than the state's; then no version that samples a token of a group may be newer than its first one.
         """
-        assert not self._groups and not self.counters.dispatched, "a scheduler is restored before it is used"
+        assert not self.counters.groups_started, "a scheduler is restored before it is used"
         self.version = state.version if version is None else min(version, state.version)
         self.next_batch = state.next_batch
         self.counters = Counters(ends=Counter(dict(state.ends)), **state.counts)

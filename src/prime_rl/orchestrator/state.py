@@ -18,7 +18,7 @@ from prime_rl.environments.rollouts import Rollout
 from prime_rl.errors import DataError
 from prime_rl.orchestrator.buffer import BufferState
 from prime_rl.orchestrator.faults import Judged
-from prime_rl.orchestrator.groups import End, GroupState, Result, Scored, SchedulerState
+from prime_rl.orchestrator.groups import End, GroupState, Result, SchedulerState, Scored
 from prime_rl.orchestrator.metrics import Progress
 from prime_rl.orchestrator.scoring import ScoredRollout
 from prime_rl.transport.batches import decode_array, encode_array
@@ -27,11 +27,10 @@ FORMAT: Final = 1
 
 
 class EvaluationState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an evaluation during training counts, and which version of each kind was evaluated last (-1: none)."""
+    """The rollouts of evaluations during training so far. What was evaluated, `evaluated` tells."""
 
     dispatched: int
     ends: list[tuple[End, int]]
-    evaluated: dict[str, int]
 
 
 class State(msgspec.Struct, Generic[Result, Scored], frozen=True, kw_only=True):
@@ -76,14 +75,14 @@ class _Format(msgspec.Struct):
 def encode(state: OrchestratorState) -> bytes:
     """As it lies on disk. For a thread: rollouts are encoded one by one, so that others get their turn in between."""
     groups = [
-        replace(
+        _with(
             group,
             results=[(dispatch, _raw(shortened(result))) for dispatch, result in group.results],
             scored=None if group.scored is None else [_raw(_score(scored)) for scored in group.scored],
         )
         for group in state.scheduler.groups
     ]
-    packed: Any = msgspec.structs.replace(state, scheduler=replace(state.scheduler, groups=groups))
+    packed = _with(state, scheduler=_with(state.scheduler, groups=groups))
     return msgspec.msgpack.encode(packed, enc_hook=encode_array)
 
 
@@ -98,9 +97,13 @@ def decode(content: bytes) -> OrchestratorState:
         raise DataError(f"it is no state of an orchestrator: {error}") from error
     if found != FORMAT:
         raise DataError(f"it has format {found}; this version of prime-rl reads format {FORMAT}")
-    unpacked: Any = msgspec.structs.replace(packed, scheduler=replace(packed.scheduler, groups=groups))
-    state: OrchestratorState = unpacked
+    state: OrchestratorState = _with(packed, scheduler=_with(packed.scheduler, groups=groups))
     return state
+
+
+def _with(value: Any, **fields: Any) -> Any:
+    """`value` with fields that may be of other types."""
+    return msgspec.structs.replace(value, **fields) if isinstance(value, msgspec.Struct) else replace(value, **fields)
 
 
 def _raw(value: SentRollout | _Score) -> msgspec.Raw:
@@ -127,6 +130,5 @@ def _unpacked(group: GroupState[SentRollout, _Score]) -> GroupState[Rollout, Sco
             )
             for (_, rollout), score in zip(results, group.scored, strict=True)
         ]
-    unpacked: Any = replace(group, results=results, scored=scored)
-    whole: GroupState[Rollout, ScoredRollout] = unpacked
+    whole: GroupState[Rollout, ScoredRollout] = _with(group, results=results, scored=scored)
     return whole

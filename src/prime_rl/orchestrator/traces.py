@@ -18,7 +18,8 @@ tokens                              its samples, token by token: ids, which span
 
 Rows are made and written in a thread of their own, so the event loop does nothing but put a rollout into a queue. What
 goes wrong there (a full disk) ends the traces with a warning, and never the run; how many rollouts are missing is said
-at the end.
+at the end. Where a run that was killed goes on, each rollout of its history has one row at most: rows of those that are
+run again are dropped, and those that waited in the queue when it was killed are missing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -61,10 +62,20 @@ OURS: Final = ("env", "group", "rollout_id", "attempt", "end", "policy", "advant
 _logger = get_logger(__name__)
 
 
+def _none(rollout_id: int) -> bool:
+    return False
+
+
 @asynccontextmanager
-async def open_traces(config: OrchestratorConfig, root: Path) -> AsyncIterator[Traces]:
-    """The traces of a run below `root`; at the end, what still waits is written."""
-    traces = Traces(config, root)
+async def open_traces(
+    config: OrchestratorConfig, root: Path, *, ended: Callable[[int], bool] = _none
+) -> AsyncIterator[Traces]:
+    """The traces of a run below `root`; at the end, what still waits is written.
+
+    `ended`: of the rollouts that have a row there, those that had ended when another process left off, by their ids.
+    Rows of others go, for their ids are given again.
+    """
+    traces = Traces(config, root, ended)
     try:
         yield traces
     finally:
@@ -74,11 +85,12 @@ async def open_traces(config: OrchestratorConfig, root: Path) -> AsyncIterator[T
 class Traces:
     """Writes rollouts from a thread. Made by `open_traces`."""
 
-    def __init__(self, config: OrchestratorConfig, root: Path) -> None:
+    def __init__(self, config: OrchestratorConfig, root: Path, ended: Callable[[int], bool] = _none) -> None:
         self._num_noted = self._num_done = self._num_left_out = 0
         """Rollouts that were to be written, that were taken care of by the thread, and for which there was no room."""
         self._noted_tokens = self._done_tokens = 0
         self._files = _Files(config, root)
+        self._ended = ended
         self._waiting: SimpleQueue[EndedRollout | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if config.max_traces_gb > 0 and not config.bench:
@@ -113,16 +125,16 @@ class Traces:
     def _write(self) -> None:
         """The thread. It ends with what goes wrong in it; `note` and `close` see that."""
         is_open = True
-        while is_open:
-            batch, is_open = self._next()
-            try:
+        try:
+            self._files.take_up(self._ended)
+            while is_open:
+                batch, is_open = self._next()
                 self._files.add(batch)
-            except Exception as error:  # noqa: BLE001 - supervision point: told, and its rollouts are counted as missing
-                what = error if isinstance(error, OSError) else repr(error)
-                _logger.warning("Rollouts are no longer written to %s: %s", self._files.root, what)
-                return
-            self._num_done += len(batch)
-            self._done_tokens += sum(map(_num_tokens, batch))
+                self._num_done += len(batch)
+                self._done_tokens += sum(map(_num_tokens, batch))
+        except Exception as error:  # noqa: BLE001 - supervision point: told, and its rollouts are counted as missing
+            what = error if isinstance(error, OSError) else repr(error)
+            _logger.warning("Rollouts are no longer written to %s: %s", self._files.root, what)
 
     def _next(self) -> tuple[list[EndedRollout], bool]:
         """What waits, once something does; and whether more may come."""
@@ -180,7 +192,39 @@ class _Means:
         if "reward" in row:
             self.rewards.add(row["reward"])
         for name, value in row["metrics"].items():
-            self.metrics.setdefault(name, _Mean()).add(value)
+            self.metrics.setdefault(name, _Mean()).add(math.nan if value is None else value)
+
+
+class _Row(msgspec.Struct):
+    """What the means need of a row, and what names it."""
+
+    rollout_id: int
+    example_id: int
+    error: dict[str, Any] | None
+    token_usage: dict[str, int]
+    metrics: dict[str, float | None]
+    reward: float | msgspec.UnsetType = msgspec.UNSET
+
+
+def take_up_rows(path: Path, ended: Callable[[int], bool]) -> tuple[_Means, int]:
+    """The means of a file and its size in bytes, once it holds each of the `ended` rollouts once, and no others.
+
+    Raises: OSError; msgspec.MsgspecError where a row is damaged, other than a last one that was cut off.
+    """
+    means, seen, keeps = _Means(), set[int](), list[bool]()
+    with path.open("rb") as file:
+        for line in file:
+            row = msgspec.json.decode(line, type=_Row) if line.endswith(b"\n") else None
+            keeps.append(row is not None and row.rollout_id not in seen and ended(row.rollout_id))
+            if row is not None and keeps[-1]:
+                seen.add(row.rollout_id)
+                means.add(msgspec.to_builtins(row))
+    if not all(keeps):
+        partial = path.with_name(f".{path.name}.tmp")
+        with path.open("rb") as file, partial.open("wb") as kept:
+            kept.writelines(line for line, is_kept in zip(file, keeps, strict=True) if is_kept)
+        os.replace(partial, path)
+    return means, path.stat().st_size
 
 
 class _Files:
@@ -223,11 +267,26 @@ class _Files:
             self._describe(directory, self._envs[env], self._means[step, env])
         self._make_room()
 
+    def take_up(self, ended: Callable[[int], bool]) -> None:
+        """Go on with the files that are there, less the rows of other rollouts than the `ended`.
+
+        Raises: OSError; msgspec.MsgspecError where a row is damaged.
+        """
+        for path in sorted(self.root.glob("step_*/**/results.jsonl")):
+            number, *env = path.parent.relative_to(self.root).parts
+            step = int(number.removeprefix("step_"))
+            means, num_bytes = take_up_rows(path, ended)
+            if num_bytes == 0:
+                shutil.rmtree(path.parent)
+                with suppress(OSError):  # other environments have rows of that step
+                    step_dir(self.root, step).rmdir()
+                continue
+            self._means[step, "/".join(env)] = means
+            self._bytes[step] = self._bytes.get(step, 0) + num_bytes
+        self._first_step = min(self._bytes, default=0)
+
     def _begin(self, step: int, env: str) -> None:
-        """An empty file; that of an earlier run, which had no batches, is in its place."""
-        directory = step_dir(self.root, step) / env
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "results.jsonl").write_bytes(b"")
+        (step_dir(self.root, step) / env).mkdir(parents=True, exist_ok=True)
         self._means[step, env] = _Means()
 
     def _make_room(self) -> None:
