@@ -42,7 +42,10 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, log: Path, label: str = "environment") -> WorkerProcess:
-        """Start a worker that writes to `log`, known as one of `label`. Raises: OSError when the machine has no process or file for it."""
+        """Start a worker that writes to `log`, known as one of `label`.
+
+        Raises: OSError when the machine has no process or file for it.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             frames = await Frames.over(ours)
