@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from prime_rl.config.inference import InferenceConfig
     from prime_rl.config.orchestrator import OrchestratorConfig
     from prime_rl.config.roots import RLConfig
+    from prime_rl.launch.machine import ProcessSpec
+    from prime_rl.paths import RunPaths
 
 USAGE = """\
 usage: prime-rl COMMAND [@ file.toml ...] [--key value ...]
@@ -39,9 +41,10 @@ def rl(argv: Sequence[str] | None = None) -> None:
 def _rl_files(config: "RLConfig") -> "Files":
     from prime_rl.launch.local import named_machine
     from prime_rl.launch.plan import plan_rl
-    from prime_rl.paths import check_run_dir
+    from prime_rl.launch.runs import decide
+    from prime_rl.paths import RunPaths
 
-    check_run_dir(config.output_dir, clean=config.clean)
+    decide(config, RunPaths(config.output_dir))
     specs = plan_rl(config, named_machine(os.environ))
     return {"rl": config} | {spec.name: spec.config for spec in specs if spec.config is not None}
 
@@ -50,31 +53,58 @@ def _rl(config: "RLConfig") -> None:
     if config.bench:
         _rl_bench(config)
         return
-    from prime_rl.config.writing import write_toml
-    from prime_rl.launch.local import Stopped, run_local, this_machine
+    from prime_rl.launch.local import this_machine
     from prime_rl.launch.plan import plan_rl
-    from prime_rl.logs import get_logger, setup_logging
-    from prime_rl.paths import RunPaths, claim_run_dir
-    from prime_rl.view.console import RLConsole
+    from prime_rl.launch.runs import held
+    from prime_rl.paths import RunPaths
 
     specs = plan_rl(config, this_machine(os.environ))
-    claim_run_dir(config.output_dir, clean=config.clean)
     paths = RunPaths(config.output_dir)
+    with held(paths):
+        _rl_in(paths, config, specs)
+
+
+def _rl_in(paths: "RunPaths", config: "RLConfig", specs: "Sequence[ProcessSpec]") -> None:
+    """`rl` in a run directory that no other launcher works in."""
+    from prime_rl import activity
+    from prime_rl.config.writing import write_toml
+    from prime_rl.journal import Journal
+    from prime_rl.launch.hangs import Hangs
+    from prime_rl.launch.local import Stopped, oversee
+    from prime_rl.launch.restarts import Restarts
+    from prime_rl.launch.runs import INTERRUPTED, Beginning, enter, finish
+    from prime_rl.launch.supervise import Supervision
+    from prime_rl.logs import get_logger, setup_logging
+    from prime_rl.view.console import RLConsole
+
+    decision, specs = enter(config, specs, paths)
     setup_logging("rl", config.log.level, paths.log("rl"), to_terminal=False, as_json=config.log.json_logging)
     logger = get_logger("prime_rl.rl")
     write_toml(config, paths.config("rl"))
-    console = RLConsole(paths, max_steps=config.max_steps, has_server=config.inference is not None)
+    activity.start(paths.activity, "launcher")
+    is_new = decision.beginning is Beginning.NEW
+    console = RLConsole(paths, max_steps=config.max_steps, has_server=config.inference is not None, is_new=is_new)
     console.opening(config.model.name)
     logger.info("starting %s", ", ".join(spec.name for spec in specs))
+    journal = Journal(paths.journal, "launcher")
+    restarts = Restarts(config.max_restarts) if config.supervise else None
+    hangs = Hangs(paths.activity, config.hang_timeout)
     try:
-        run_local(specs, config.output_dir, console.tick)
-    except (KeyboardInterrupt, Stopped):
+        oversee(
+            Supervision(specs, paths, restarts=restarts, journal=journal, hangs=hangs),
+            paths,
+            console.tick,
+        )
+    except (KeyboardInterrupt, Stopped) as error:
+        journal.note("run_stopped", reason="SIGTERM" if isinstance(error, Stopped) else INTERRUPTED)
         logger.info("stopped by the user")
         console.interrupted()
         sys.exit(130)
     except PrimeRLError as error:
+        journal.note("run_stopped", reason=str(error).partition("\n")[0])
         logger.error("%s", error)
         raise
+    finish(paths)
     logger.info("complete")
     console.closing()
 

@@ -65,6 +65,11 @@ class RunPaths:
     output_dir: Path
 
     @property
+    def roots(self) -> tuple[Path, ...]:
+        """The directories in which a run writes; each may be a link to another disk."""
+        return tuple(self.output_dir / name for name in (*RESULTS, "configs", "logs", "traces", "activity"))
+
+    @property
     def configs(self) -> Path:
         return self.output_dir / "configs"
 
@@ -167,8 +172,8 @@ def check_run_dir(output_dir: Path, *, clean: bool) -> None:
     found = found_results(output_dir)
     if found and not clean:
         raise ConfigError(
-            f"{output_dir} already holds a run ({', '.join(found)}); "
-            "choose another directory with --output-dir, or delete that run with --clean"
+            f"{output_dir} already holds a run ({', '.join(found)}); choose another directory with --output-dir, go on "
+            "from a checkpoint of that run with --ckpt.resume-step, or delete it with --clean"
         )
 
 

@@ -131,6 +131,22 @@ class RLConfig(ProcessConfig):
     clean: bool = False
     """Delete what an earlier run left in the run directory. Without it, a used directory is refused."""
 
+    supervise: bool = True
+    """Whether a process that died is started again and goes on from where the run was, and whether the same command
+    goes on with a run that is not complete."""
+
+    max_restarts: int = Field(default=20, ge=0)
+    """With `supervise`: how often one process is started again, at most, by one launcher."""
+
+    recovery_interval: float = Field(default=300.0, gt=0)
+    """With `supervise`: seconds between two recovery checkpoints of the trainer, of which one stays on disk until the
+    run is complete. What a trainer that died had trained since then it trains again. `trainer.recovery_interval`, where
+    it is set, comes first."""
+
+    hang_timeout: float = Field(default=600.0, gt=0)
+    """Seconds without a sign of life after which a process hangs: that is told and, with `supervise`, it is started
+    again."""
+
     bench: bool = False
     """Measure inference and trainer, each alone, and print a table."""
 

@@ -60,7 +60,8 @@ def plan_rl(config: RLConfig, machine: Machine | None) -> list[ProcessSpec]:
     orchestrator = config.orchestrator.model_copy(
         update={"client": serving.client, **broadcasts["orchestrator"], **_teacher_model(config, teacher)}
     )
-    trainer = config.trainer.model_copy(update=broadcasts["trainer"])
+    interval = config.trainer.recovery_interval or (config.recovery_interval if config.supervise else None)
+    trainer = config.trainer.model_copy(update=broadcasts["trainer"] | {"recovery_interval": interval})
     env = placed(machine, trainer_ids, num_shares=num_shares, num_ranks=num_ranks)
     in_control = placed(machine, ()) | _client_keys(config)
     return [

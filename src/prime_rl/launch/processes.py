@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.config.writing import write_toml
 from prime_rl.errors import ProcessFailed
 from prime_rl.launch.machine import ProcessSpec
@@ -54,8 +54,8 @@ class Running:
         return self.process.poll()
 
 
-def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0) -> Running:
-    """Start `spec` in a session of its own. `number`: how often it was started before.
+def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0, env: Mapping[str, str] | None = None) -> Running:
+    """Start `spec` in a session of its own. `number`: how often it was started before. `env`: besides the plan's.
 
     Raises: ProcessFailed where the machine has no process, file or memory for it.
     """
@@ -68,11 +68,12 @@ def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0) -> Running:
     log.parent.mkdir(parents=True, exist_ok=True)
     token = lifeline.launcher_token()
     mark = f"{token}/{spec.name}/{number}"
+    own = {lifeline.VARIABLE: token, MARK: mark, activity.NAME: spec.name}
     try:
         with log.open("ab") as file:
             process = subprocess.Popen(
                 argv,
-                env={**os.environ, **spec.env, lifeline.VARIABLE: token, MARK: mark},
+                env={**os.environ, **spec.env, **(env or {}), **own},
                 stdin=subprocess.DEVNULL,
                 stdout=None if spec.owns_terminal else file,
                 stderr=None if spec.owns_terminal else subprocess.STDOUT,

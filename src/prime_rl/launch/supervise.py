@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.config.artifacts import FilesystemBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import FINAL, DataError, ProcessFailed
-from prime_rl.journal import Entry, Fact, Journal, read_journal
+from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.launch import processes
+from prime_rl.launch.hangs import Hangs
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.processes import Running, end_family, how_it_ended, obituary
 from prime_rl.launch.restarts import Again, Restarts, place_of
@@ -58,17 +59,22 @@ class _Member:
 class Supervision:
     """The processes of one run: `start`, then `watch` until that is True, and `stop` in any case."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], paths: RunPaths, *, restarts: Restarts | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        paths: RunPaths,
+        *,
+        restarts: Restarts | None = None,
+        journal: Journal | None = None,
+        hangs: Hangs | None = None,
+    ) -> None:
+        """Without `journal`, nothing is noted; without `hangs`, a process that hangs is not seen to."""
         self._specs = specs
         self._paths = paths
         self._restarts = restarts
-        self._journal = Journal(paths.journal, "launcher")
+        self._journal = journal
+        self._hangs = hangs
         self._members: list[_Member] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether processes are started again."""
-        return self._restarts is not None
 
     @property
     def pids(self) -> dict[str, int]:
@@ -83,18 +89,18 @@ class Supervision:
     def start(self) -> None:
         """Start all processes, in the order of the plan."""
         for spec in self._specs:
-            self._members.append(_Member(spec, processes.start(spec, self._paths.output_dir)))
-            self._note_start(self._members[-1])
+            self._members.append(_Member(spec, self._started(spec)))
 
     def watch(self) -> bool:
         """Look once: start again what is due, and see what died; whether the run is complete.
 
         Raises: ProcessFailed when a process ended that is not started again.
         """
+        self._look_for_hangs()
         died = [one for one in self._members if not one.is_over and one.due is None and one.running.code is not None]
         for one in [one for one in died if one.running.code == 0 and not one.spec.is_service]:
             one.is_over = True
-            self._note("process_ended", name=one.spec.name, how="done")
+            self._note_end(one, "done")
             died.remove(one)
         if all(one.is_over for one in self._members if not one.spec.is_service):
             return True
@@ -115,9 +121,17 @@ class Supervision:
                 one.hung = reason
                 end_family(one.running)
 
+    def _look_for_hangs(self) -> None:
+        reporting = {one.spec.name for one in self._members if one.spec.config is not None}
+        running = {name: pid for name, pid in self.pids.items() if name in reporting}
+        for hang in self._hangs.overdue(running) if self._hangs is not None else ():
+            self._tell(f"{hang.culprit} {hang.reason}" if hang.culprit else hang.reason)
+            if hang.culprit is not None and self._restarts is not None:
+                self.hung(hang.culprit, hang.reason)
+
     def _see_death(self, one: _Member) -> None:
         how = f"{one.spec.name} {one.hung} and was ended" if one.hung else how_it_ended(one.running)
-        self._note("process_ended", name=one.spec.name, how=how)
+        self._note_end(one, how)
         left = self._verdict(one)
         if not isinstance(left, Again):
             one.is_over = True
@@ -165,23 +179,30 @@ class Supervision:
                     "see what listens there (ss -ltnp), end it, and give the same command again"
                 )
             return
-        one.spec = replace(one.spec, config=one.spec.config and recovering(one.spec.config))
-        one.running = processes.start(one.spec, self._paths.output_dir, number=one.number)
+        one.spec = replace(one.spec, config=one.spec.config and over_files(recovering(one.spec.config)))
+        one.running = self._started(one.spec, one.number)
         one.due, one.hung = None, None
-        self._note_start(one)
 
     def _send_weights_as_files(self, one: _Member) -> None:
         """A group of NCCL is not joined again: whoever had a part in it finds weights as files from now on."""
         if getattr(getattr(one.spec.config, "weight_broadcast", None), "type", "") == "nccl":
             fall_back(self._paths.broadcasts, f"{one.spec.name} died")
 
-    def _note_start(self, one: _Member) -> None:
-        pid = one.running.process.pid
-        self._note("process_started", name=one.spec.name, pid=pid, token=lifeline.token_of(pid) or "")
+    def _started(self, spec: ProcessSpec, number: int = 0) -> Running:
+        env = {} if self._restarts is None else {activity.SUPERVISED: "1"}
+        running = processes.start(spec, self._paths.output_dir, number=number, env=env)
+        pid = running.process.pid
+        activity.child_started(spec.name, pid)
+        self._note("process_started", name=spec.name, pid=pid, token=lifeline.token_of(pid) or "")
+        return running
 
-    def _note(self, event: str, **facts: Fact) -> None:
-        if self.is_on:
-            self._journal.note(event, **facts)
+    def _note_end(self, one: _Member, how: str) -> None:
+        activity.child_ended(one.spec.name)
+        self._note("process_ended", name=one.spec.name, how=how)
+
+    def _note(self, event: str, **facts: str | int) -> None:
+        if self._journal is not None:
+            self._journal.note(event, step=None, **facts)
 
     def _tell(self, event: str) -> None:
         _logger.warning("%s", event)
@@ -190,18 +211,25 @@ class Supervision:
 
 
 def recovering(config: BaseModel) -> BaseModel:
-    """The configuration of a process that goes on from what the run directory holds, and takes weights from there."""
-    fields = type(config).model_fields
-    changes: dict[str, object] = {}
-    if "recover" in fields:
-        changes["recover"] = True
-        if (checkpoints := getattr(config, "ckpt", None)) is not None:
-            changes["ckpt"] = checkpoints.model_copy(update={"resume_step": None})
-    if isinstance(getattr(config, "weight_broadcast", None), NCCLBroadcastConfig):
-        changes["weight_broadcast"] = FilesystemBroadcastConfig()
-    if isinstance(config, InferenceConfig):
-        changes["weight_broadcast"] = config.weight_broadcast.model_copy(update={"type": "filesystem"})
+    """The configuration of a process that goes on from what the run directory holds."""
+    if "recover" not in type(config).model_fields:
+        return config
+    changes: dict[str, object] = {"recover": True}
+    if (checkpoints := getattr(config, "ckpt", None)) is not None:
+        changes["ckpt"] = checkpoints.model_copy(update={"resume_step": None})
     return config.model_copy(update=changes)
+
+
+def over_files(config: BaseModel) -> BaseModel:
+    """The configuration of a process that takes, or gives, weights as files."""
+    told: BaseModel
+    if isinstance(config, InferenceConfig):
+        told = config.weight_broadcast.model_copy(update={"type": "filesystem"})
+    elif isinstance(getattr(config, "weight_broadcast", None), NCCLBroadcastConfig):
+        told = FilesystemBroadcastConfig()
+    else:
+        return config
+    return config.model_copy(update={"weight_broadcast": told})
 
 
 def _is_free(port: int) -> bool:

@@ -5,6 +5,7 @@ A metric is a float under a name like `reward/mean`; a row is all metrics of one
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -73,10 +74,11 @@ class FakeMonitor:
 
 
 class MetricsTail:
-    """The rows of a metrics file that grows: each line is read once."""
+    """The rows of a metrics file that grows: each line is read once. A file that was exchanged is read anew."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._inode = 0
         self._offset = 0
         self._rows: list[dict[str, float | None]] = []
 
@@ -84,6 +86,9 @@ class MetricsTail:
         """All rows so far; a last line that is still being written is left out. No file: no rows."""
         if self._path.exists():
             with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset, self._rows = found.st_ino, 0, []
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._offset += len(whole) + len(newline)

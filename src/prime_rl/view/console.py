@@ -22,7 +22,8 @@ QUIET_S = 15.0
 class RLConsole:
     """Prints the steps of a run as their metrics arrive. `tick` is called a few times a second."""
 
-    def __init__(self, paths: RunPaths, *, max_steps: int | None, has_server: bool) -> None:
+    def __init__(self, paths: RunPaths, *, max_steps: int | None, has_server: bool, is_new: bool = True) -> None:
+        """Not `is_new`: a run that goes on, of which only what is to come is shown."""
         self._paths = paths
         self._max_steps = max_steps
         self._has_server = has_server
@@ -30,26 +31,34 @@ class RLConsole:
         self._trained = MetricsTail(paths.metrics("trainer"))
         self._batches = MetricsTail(paths.metrics("orchestrator"))
         self._events = EventTail(paths.events)
-        self._num_shown = 0
+        self._num_before = 0 if is_new else len(self._trained.read())
+        self._num_shown = self._num_before
+        if not is_new:
+            self._events.read()
+        self._has_header = False
         self._started = self._last_word = time.monotonic()
 
     def opening(self, model: str) -> None:
         """Say what is about to happen."""
         steps = f"{self._max_steps} steps" if self._max_steps else "until stopped"
         self._out.print(f"training {model} with asynchronous RL, {steps}; logs in {self._paths.logs}/")
+        if self._num_before:
+            self._out.print(f"the run that is there goes on after {self._num_before} steps")
         if not self._has_server:
             self._out.print("no \\[inference] section: no inference server is started, a running one is used")
 
     def tick(self) -> None:
         """Print what happened since the last call, or, after a while of silence, what is waited for."""
         trained, batches = self._trained.read(), self._batches.read()
+        batch_of = {batch["step"]: batch for batch in batches}
         for event in self._events.read():
             self._last_word = time.monotonic()
             self._out.print(f"  {self._last_word - self._started:5.0f} s, {event}", style="yellow", markup=False)
         while self._num_shown < len(trained):
             row = trained[self._num_shown]
-            batch = batches[self._num_shown] if self._num_shown < len(batches) else {}
-            if self._num_shown == 0:
+            batch = batch_of.get(row["step"], {})
+            if not self._has_header:
+                self._has_header = True
                 self._out.print(HEADER, style="bold")
             self._num_shown += 1
             self._last_word = time.monotonic()
@@ -87,7 +96,7 @@ class RLConsole:
     def _left(self, step: int) -> str:
         if not self._max_steps:
             return ""
-        per_step = (time.monotonic() - self._started) / (step + 1)
+        per_step = (time.monotonic() - self._started) / max(step + 1 - self._num_before, 1)
         seconds = round(per_step * (self._max_steps - step - 1))
         return f"{seconds // 60:>3}:{seconds % 60:02}"
 

@@ -36,8 +36,9 @@ def test_every_entry_of_the_table_names_a_key_that_exists():
 @pytest.mark.parametrize(
     ("root", "argv", "expected"),
     [
-        pytest.param(TrainerConfig, ["--ckpt"], ["ckpt"], id="a section that is on"),
-        pytest.param(TrainerConfig, ["--ckpt.interval", "2"], ["ckpt"], id="one for the section, not for its keys"),
+        pytest.param(TrainerConfig, ["--wandb"], ["wandb"], id="a section that is on"),
+        pytest.param(TrainerConfig, ["--wandb.project", "p"], ["wandb"], id="one for the section, not for its keys"),
+        pytest.param(RLConfig, ["--slurm"], ["slurm"], id="a section of the root"),
         pytest.param(TrainerConfig, ["--model.ep", "2"], ["model.ep"], id="a number"),
         pytest.param(TrainerConfig, ["--model.ep", "1", "--model.cp", "1"], [], id="neutral numbers"),
         pytest.param(TrainerConfig, ["--model.impl", "custom"], [], id="other neutral values"),
@@ -86,7 +87,7 @@ def test_a_wish_inside_a_list_is_found(tmp_path: Path, monkeypatch):
         ("optim", "", ""),
         ("optim", "adamw", ""),
         ("optim", "sgd", ""),
-        ("ckpt.interval", "", "comes with checkpoints and resume"),
+        ("wandb.project", "", "comes with monitors"),
         ("model.ep_comm_backend", "", "other values come with mixtures of experts"),
         ("weight_broadcast", "nccl", ""),
     ],
