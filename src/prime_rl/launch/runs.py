@@ -1,0 +1,251 @@
+"""How `rl` begins in a run directory.
+
+    what is there                    without resume_step    with it
+    nothing                          begins                 refused: there is no checkpoint
+    a run that is not complete and   goes on                goes back to the checkpoint; goes on, where the same command
+    was supervised                                          did that before and was not ended by Ctrl-C
+    any other run                    refused                goes back to the checkpoint
+
+Going on asks for the same configuration, but for what changes nothing that is trained (`HARMLESS`). With `clean`,
+whatever is there is deleted first. One launcher at a time works in a directory; what one that was killed has left
+running is waited for.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from prime_rl import lifeline
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.writing import to_toml
+from prime_rl.errors import ConfigError, DataError
+from prime_rl.journal import Entry, Journal, read_journal
+from prime_rl.launch.machine import ProcessSpec
+from prime_rl.launch.processes import is_there, kill, marked
+from prime_rl.launch.supervise import recovering
+from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
+from prime_rl.resume import go_back
+from prime_rl.transport.checkpoints import choose, step_of
+
+LEFTOVER_S: Final = 30.0
+"""Seconds in which what a killed launcher has left ends by itself; then it is killed. Nothing is lost by that."""
+LEFTOVER_POLL_S: Final = 0.1
+
+INTERRUPTED: Final = "Ctrl-C"
+"""Reason of `run_stopped` where a person ended the launcher."""
+
+HARMLESS: Final = (
+    *("supervise", "max_restarts", "recovery_interval", "hang_timeout", "log", "wandb", "output_dir"),
+    *("ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "ckpt.save_async", "ckpt.resume_step"),
+    *("trainer.log", "orchestrator.log", "trainer.weights", "trainer.keep_batches", "trainer.heartbeat"),
+    *("inference.server", "teacher_inference.server", "orchestrator.client", "orchestrator.teacher_model.client"),
+    *("trainer.batch_timeout", "orchestrator.weights_timeout", "orchestrator.heartbeat"),
+)
+"""Keys and sections in which the command that goes on may differ from the one that began, besides `max_steps`, which
+may grow."""
+
+
+class Beginning(StrEnum):
+    """How a launcher begins."""
+
+    NEW = "new"
+    GOES_ON = "goes_on"
+    """From the newest that the run directory holds."""
+    GOES_BACK = "goes_back"
+    """To the checkpoint that `resume_step` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How a launcher begins, and with which checkpoint."""
+
+    beginning: Beginning
+    step: int | None = None
+    """Of the checkpoint, where it goes back to one."""
+
+
+@contextmanager
+def held(paths: RunPaths) -> Iterator[None]:
+    """Be the only launcher that works in this directory. Raises: ConfigError where another one does."""
+    try:
+        paths.output_dir.mkdir(parents=True, exist_ok=True)
+        file = paths.lock.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{paths.output_dir} cannot be written: {error.strerror or error}; choose another directory with "
+            "--output-dir"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"another rl ({file.read().strip() or 'which just started'}) works in {paths.output_dir}; end that "
+                "one, or choose another directory with --output-dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def decide(config: RLConfig, paths: RunPaths) -> Decision:
+    """How to begin, from a look at the run directory.
+
+    Raises: ConfigError where it holds a run that this command is not to touch; ArtifactError where there is no sound
+    checkpoint of `resume_step`.
+    """
+    resume_step = config.ckpt.resume_step if config.ckpt is not None else None
+    if config.clean:
+        if resume_step is not None:
+            raise ConfigError("--clean deletes what ckpt.resume_step goes on from; leave one of them out")
+        return Decision(Beginning.NEW)
+    entries = read_journal(paths.journal)
+    recorded = _recorded(paths)
+    is_unfinished = config.supervise and recorded is not None and _is_unfinished(entries)
+    if is_unfinished and recorded is not None and found_results(paths.output_dir):
+        is_again = resume_step == recorded.get("ckpt.resume_step", None) and not _was_interrupted(entries)
+        if resume_step is None or is_again:
+            _check_same(config, recorded, paths)
+            return Decision(Beginning.GOES_ON)
+    if resume_step is not None:
+        assert config.ckpt is not None
+        roots = [config.ckpt.output_dir or paths.checkpoints, paths.recovery]
+        return Decision(Beginning.GOES_BACK, step_of(choose(roots, resume_step)))
+    check_run_dir(paths.output_dir, clean=False)
+    return Decision(Beginning.NEW)
+
+
+def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tuple[Decision, list[ProcessSpec]]:
+    """Make the run directory ours, as its lock already is; how the run begins, and with which processes.
+
+    Raises: as `decide`.
+    """
+    try:
+        entries = read_journal(paths.journal)
+    except DataError:
+        if not config.clean:
+            raise
+        entries = []
+    end_leftovers(entries)
+    decision = decide(config, paths)
+    if decision.beginning is Beginning.NEW:
+        claim_run_dir(paths.output_dir, clean=config.clean)
+        entries = []
+    else:
+        for said in (paths.broadcasts, paths.activity):  # by processes that are gone
+            shutil.rmtree(said, ignore_errors=True)
+    if decision.step is not None:
+        assert config.ckpt is not None
+        go_back(paths, decision.step, checkpoints=config.ckpt.output_dir)
+    Journal(paths.journal, "launcher").note(
+        "run_started",
+        step=decision.step,
+        attempt=1 + sum(entry.event == "run_started" for entry in entries),
+        beginning=decision.beginning,
+        supervised=int(config.supervise),
+        token=lifeline.launcher_token(),
+        host=socket.gethostname(),
+    )
+    return decision, [replace(spec, config=spec.config and _begun(spec.config, decision)) for spec in specs]
+
+
+def finish(paths: RunPaths) -> None:
+    """The run is complete, and nothing is to be recovered any more."""
+    Journal(paths.journal, "launcher").note("run_complete")
+    shutil.rmtree(paths.recovery, ignore_errors=True)
+
+
+def end_leftovers(entries: Sequence[Entry]) -> None:
+    """Wait for what earlier launchers have left running on this machine; after LEFTOVER_S, end it."""
+    here = socket.gethostname()
+    started = [entry.facts for entry in entries if entry.event == "run_started" and entry.facts.get("host") == here]
+    tokens = [f"{facts['token']}/" for facts in started if not lifeline.is_alive(str(facts["token"]))]
+    end = time.monotonic() + LEFTOVER_S
+    is_told = False
+    while tokens and (left := marked(tokens, by_prefix=True)):
+        if not is_told:
+            is_told = True
+            print(f"rl: waiting for {len(left)} processes of a launcher that was killed to end", file=sys.stderr)
+        while any(map(is_there, left)) and time.monotonic() < end:
+            time.sleep(LEFTOVER_POLL_S)
+        if time.monotonic() >= end:
+            kill(left)
+            time.sleep(LEFTOVER_POLL_S)
+
+
+def _begun(config: BaseModel, decision: Decision) -> BaseModel:
+    """The configuration of a process of a run that begins so."""
+    if decision.beginning is Beginning.GOES_ON:
+        return recovering(config)
+    checkpoints = getattr(config, "ckpt", None)
+    if decision.step is None or checkpoints is None:
+        return config
+    return config.model_copy(update={"ckpt": checkpoints.model_copy(update={"resume_step": decision.step})})
+
+
+def _is_unfinished(entries: Sequence[Entry]) -> bool:
+    """Whether the last launcher supervised a run and did not see it complete."""
+    ends = [entry for entry in entries if entry.event in ("run_started", "run_complete")]
+    return bool(ends) and ends[-1].event == "run_started" and ends[-1].facts.get("supervised") == 1
+
+
+def _was_interrupted(entries: Sequence[Entry]) -> bool:
+    """Whether somebody ended the last launcher with Ctrl-C."""
+    ends = [entry for entry in entries if entry.event in ("run_started", "run_stopped")]
+    return bool(ends) and ends[-1].facts.get("reason") == INTERRUPTED
+
+
+def _recorded(paths: RunPaths) -> dict[str, Any] | None:
+    """Key -> value of the configuration that the run in the directory was started with; None: it cannot be told."""
+    try:
+        return _flat(tomllib.loads(paths.config("rl").read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+
+
+def _flat(tree: Mapping[str, Any], around: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{around}{key}.")
+        else:
+            flat[f"{around}{key}"] = None if value == "None" else value
+    return flat
+
+
+def _check_same(config: RLConfig, recorded: dict[str, Any], paths: RunPaths) -> None:
+    """Raises: ConfigError naming the keys in which `config` differs from the one that the run was started with."""
+    given = _flat(tomllib.loads(to_toml(config)))
+    different = [key for key in sorted({*given, *recorded}) if given.get(key) != recorded.get(key)]
+    told = [
+        f"{key} is {given.get(key)!r} and was {recorded.get(key)!r}"
+        for key in different
+        if not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
+        and not (key == "max_steps" and _has_grown(given.get(key), recorded.get(key)))
+    ]
+    if told:
+        raise ConfigError(
+            f"{paths.output_dir} holds a run that is not complete, and the same command goes on with it; but "
+            f"{'; '.join(told)}. Give it as it was ({paths.config('rl')}), go back to a checkpoint with "
+            "--ckpt.resume-step, choose another directory with --output-dir, or delete that run with --clean"
+        )
+
+
+def _has_grown(now: int | None, before: int | None) -> bool:
+    """Of `max_steps`; None is without end."""
+    return now is None or (before is not None and now >= before)
