@@ -26,7 +26,7 @@ def seed_of(*identity: str | int) -> int:
 
     Example: seed_of(42, "train", 7, 0, 1) is that of the first attempt of rollout 0 of group 7.
     """
-    return xxhash.xxh3_64_intdigest("/".join(map(str, identity))) >> (64 - SEED_BITS)
+    return xxhash.xxh3_64_intdigest("/".join(map(str, identity)).encode()) >> (64 - SEED_BITS)
 
 
 class Rounds(Generic[Result]):
