@@ -66,20 +66,23 @@ def refused(error: OSError, path: Path | str) -> DiskError:
 
 
 def _free(path: Path) -> str:
-    there = next((found for found in (path, *path.absolute().parents) if found.exists()), Path("/"))
-    usage = shutil.disk_usage(there)
+    usage = shutil.disk_usage(_nearest(path))
     return f"{usage.free / MIB:.1f} of {usage.total / MIB:.1f} MiB are free"
 
 
+def _nearest(path: Path) -> Path:
+    """`path`, or what is there of the way to it."""
+    return next(found for found in (path, *path.absolute().parents) if found.exists())
+
+
 def check_writable(*directories: Path) -> None:
-    """Write a file into each, and remove it; one that is not there yet is made.
+    """Write a file into each, and remove it; where one is not there yet, into what it would be made in.
 
     Raises: ConfigError saying which one cannot be written and why.
     """
     for directory in directories:
-        probe = directory / f".probe-{os.getpid()}"
+        probe = _nearest(directory) / f".probe-{os.getpid()}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             try:
                 probe.write_bytes(b"written to see whether that can be done\n")
             finally:

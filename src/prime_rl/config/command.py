@@ -25,8 +25,9 @@ from prime_rl.config.reads import start_recording
 from prime_rl.config.shared import ProcessConfig
 from prime_rl.config.values import dotted
 from prime_rl.config.writing import to_toml, write_toml
-from prime_rl.errors import FINAL, ConfigError, PrimeRLError
-from prime_rl.logs import setup_logging
+from prime_rl.disk import allow_handles, check_writable, is_refusal, refusal
+from prime_rl.errors import FINAL, ConfigError, DiskError, PrimeRLError
+from prime_rl.logs import setup_logging, spare_streams
 from prime_rl.paths import RunPaths, found_results
 
 Config = TypeVar("Config", bound=ProcessConfig)
@@ -110,19 +111,33 @@ def _front(
 
 def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
     start_recording(name)
+    spare_streams()
+    allow_handles()
+    is_debug = config.log.level == "debug"
     try:
+        if is_first_rank() and lifeline.VARIABLE not in os.environ:
+            paths = RunPaths(config.output_dir)
+            check_writable(paths.output_dir, *(root for root in paths.roots if root.is_dir()))
         work(config)
     except PrimeRLError as error:
-        if config.log.level == "debug":
+        if is_debug:
             raise
         _end(name, error)
+    except OSError as error:
+        if is_debug or not is_refusal(error):
+            raise
+        where = error.filename or "the run cannot go on"
+        _end(name, DiskError(f"{where}: {refusal(error, error.filename or config.output_dir)}"))
 
 
 def _end(name: str, error: PrimeRLError) -> NoReturn:
     """Say why, and end."""
     tell_torchrun(str(error))
-    print(f"{name}: {error}", file=sys.stderr)
-    sys.exit(exit_code(error))
+    said = f"{name}: {error}"
+    if (code := exit_code(error)) == 1:
+        sys.exit(said)
+    print(said, file=sys.stderr)
+    sys.exit(code)
 
 
 def exit_code(error: Exception) -> int:

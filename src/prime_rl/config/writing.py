@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from prime_rl.config.schema import Path
 from prime_rl.config.values import split
+from prime_rl.disk import refusal
 from prime_rl.errors import ConfigError
 
 NOT_WRITTEN = ("clean",)
@@ -55,9 +57,9 @@ def write_toml(config: BaseModel, path: FilePath) -> None:
         temporary.write_text(to_toml(config), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}; choose another directory with --output-dir"
-        ) from None
+        with suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(f"{path} cannot be written: {refusal(error, path)} (--output-dir)") from None
 
 
 def in_toml(value: Any) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from prime_rl import activity
-from prime_rl.errors import ArtifactError, DeadlineExceeded
+from prime_rl.disk import refused
+from prime_rl.errors import DeadlineExceeded
 from prime_rl.paths import step_dir
 from prime_rl.transport.manifest import PublishedWeights, complete_steps, draft_dir, remove_dir
 
@@ -32,7 +33,7 @@ _KEPT: Final = 2  # servers may still be reading the announcement before the las
 def announce(root: Path, step: int, weights: PublishedWeights) -> Path:
     """Say what will be sent for `step`, and forget older announcements. The trainer's.
 
-    Raises: ArtifactError when the disk refuses.
+    Raises: DiskError when the disk refuses.
     """
     final = step_dir(root, step)
     with draft_dir(final, durable=False) as draft:
@@ -68,7 +69,7 @@ def ready_file(root: Path, step: int) -> Path:
 
 
 def fall_back(root: Path, reason: str) -> None:
-    """Give up on NCCL; the first reason stays. Either side's. Raises: ArtifactError when the disk refuses."""
+    """Give up on NCCL; the first reason stays. Either side's. Raises: DiskError when the disk refuses."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / FALLBACK).open("x", encoding="utf-8") as file:
@@ -76,16 +77,16 @@ def fall_back(root: Path, reason: str) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise ArtifactError(f"cannot write {root / FALLBACK}: {error}") from error
+        raise refused(error, root / FALLBACK) from error
 
 
 def finish(root: Path) -> None:
-    """Nobody takes weights any more. The orchestrator's, when it ends. Raises: ArtifactError when the disk refuses."""
+    """Nobody takes weights any more. The orchestrator's, when it ends. Raises: DiskError when the disk refuses."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / DONE).touch()
     except OSError as error:
-        raise ArtifactError(f"cannot write {root / DONE}: {error}") from error
+        raise refused(error, root / DONE) from error
 
 
 def is_over(root: Path) -> bool:

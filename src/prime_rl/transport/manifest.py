@@ -23,6 +23,7 @@ from typing import Final, Literal
 import msgspec
 import xxhash
 
+from prime_rl.disk import refused
 from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.paths import drafts
@@ -96,7 +97,7 @@ def publish_dir(final: Path, *, replaces: bool = False) -> Iterator[Path]:
     One writer per `final` at a time. On error nothing is left behind; a killed writer leaves only the hidden
     directory, which `remove_drafts` removes, and so does the next writer of the same step.
 
-    Raises: ArtifactError when `final` exists already or the disk refuses.
+    Raises: ArtifactError when `final` exists already; DiskError, which is one, when the disk refuses.
     """
     with draft_dir(final, replaces=replaces) as draft:
         yield draft.directory
@@ -127,7 +128,7 @@ def draft_dir(final: Path, *, durable: bool = True, replaces: bool = False) -> I
         if durable:
             _fsync(final.parent)
     except OSError as error:
-        raise ArtifactError(f"cannot write {final}: {error}") from error
+        raise refused(error, final) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

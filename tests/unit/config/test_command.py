@@ -1,10 +1,12 @@
 """The front of every command, in this process: what is printed, written and refused."""
 
+import errno
 import json
 import logging
 from pathlib import Path
 
 import pytest
+from tests.doubles.disks import small_disk
 
 from prime_rl.config.command import begin, run_command
 from prime_rl.config.inference import InferenceConfig
@@ -50,8 +52,8 @@ def test_a_dry_run_writes_the_configuration_and_starts_nothing(capsys):
 
 
 def test_a_dry_run_says_what_a_real_start_would_refuse(capsys):
-    assert trainer("--dry-run", "--ckpt") == []
-    assert "a real start would refuse ckpt (--ckpt): needs checkpoints" in capsys.readouterr().err
+    assert trainer("--dry-run", "--wandb") == []
+    assert "a real start would refuse wandb (--wandb): needs monitors" in capsys.readouterr().err
 
 
 def test_a_real_start_refuses_a_key_that_nothing_reads():
@@ -121,6 +123,47 @@ def test_a_server_beside_a_finished_run_leaves_its_configuration_alone(capsys, m
 
 def test_a_run_directory_that_cannot_be_written_is_said_in_a_sentence():
     assert "cannot be written" in refusal("--output-dir", "t.toml", "--dry-run")
+
+
+def test_a_read_only_directory_is_refused_before_anything_begins(tmp_path):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        (disk.root / "run" / "weights").mkdir(parents=True)
+        disk.make_read_only()
+        said = refusal("@", "t.toml", "--output-dir", str(disk.root / "run"))
+    assert "disk/run cannot be written: the file system is read-only: choose an output_dir" in said
+
+
+def test_a_directory_of_the_run_that_lies_on_a_read_only_disk_is_refused_too(tmp_path):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        disk.make_read_only()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "weights").symlink_to(disk.root)
+        said = refusal("@", "t.toml", "--output-dir", str(tmp_path / "run"))
+    assert "run/weights cannot be written: the file system is read-only" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "some/file"), "trainer: some/file: the disk is full ("),
+        (OSError(errno.EMFILE, "Too many open files"), "the run cannot go on: this process has as many files"),
+    ],
+)
+def test_what_the_machine_refuses_anywhere_ends_a_command_in_words(error, words):
+    def work(config: TrainerConfig) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_command("trainer", TrainerConfig, work, argv=["@", "t.toml"])
+    assert words in str(caught.value)
+
+
+def test_other_errors_of_the_system_keep_their_traceback():
+    def work(config: TrainerConfig) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "x")
+
+    with pytest.raises(FileNotFoundError):
+        run_command("trainer", TrainerConfig, work, argv=["@", "t.toml"])
 
 
 def test_explain_shows_a_key_wherever_it_stands(capsys):

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.doubles.disks import small_disk
 
-from prime_rl.errors import ArtifactError
+from prime_rl.errors import ArtifactError, DiskError
 from prime_rl.paths import drafts
 from prime_rl.transport import manifest
 from prime_rl.transport.manifest import (
@@ -86,9 +87,23 @@ def test_a_refusing_disk_is_named_and_nothing_becomes_visible(tmp_path, monkeypa
         calls["fsync"] = 0
         with monkeypatch.context() as patch:
             patch.setattr(manifest.os, "fsync", full_disk_at(limit))
-            with pytest.raises(ArtifactError, match=r"cannot write .*step_1.*No space left"):
+            with pytest.raises(DiskError, match=r"cannot write .*step_1: the disk is full .* same command again"):
                 publish(tmp_path / "step_1", a="alpha", b="beta")
         assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_leaves_what_is_there_and_takes_the_next_once_it_has_room(tmp_path):
+    with small_disk(tmp_path / "disk", mib=2) as disk:
+        root = disk.root / "weights"
+        publish(root / "step_1", a="whole")
+        disk.fill(leave_bytes=1 << 16)
+        with pytest.raises(DiskError, match=r"weights/step_2: the disk is full \(\d"):
+            publish(root / "step_2", a="x" * (1 << 17))
+        assert os.listdir(root) == ["step_1"]
+        assert verify(root / "step_1").step == 1
+        disk.free()
+        publish(root / "step_2", a="x" * (1 << 17))
+        assert complete_steps(root) == [1, 2]
 
 
 # Dies at the k-th file operation (open, mkdir, rename, remove) that Python's audit hooks report, for every k.
