@@ -225,8 +225,8 @@ class OrchestratorConfig(ProcessConfig):
     and every request has a seed of its own. Needs `max_async_level = 0`, and one server that is deterministic too."""
 
     recover: bool = False
-    """Whether to go on after the newest complete batch in the run directory, with the state beside it. `rl` sets it when
-    it starts an orchestrator again."""
+    """Whether to go on after the newest complete batch in the run directory, with the state beside it. `rl` sets it
+    when it starts an orchestrator again."""
 
     log: LogConfig = Field(default_factory=LogConfig)
 

@@ -19,6 +19,8 @@ from prime_rl.orchestrator.scheduler import Scheduler
 
 RATIOS = {"a": 3.0, "b": 1.0}
 SCORED_AS_ONE = "b"
+MAX_KILLS = 20
+"""Of one run, or those that need long for a batch would have none at all."""
 
 
 @dataclass
@@ -37,12 +39,15 @@ class Running:
 class Simulation:
     """A server that samples with new weights before the scheduler knows of them, and may skip some; a trainer; workers
     that score the groups of environment b as one; scores; filters; failures before and after scoring; an evaluation
-    that has everything to itself; and answers of rollouts that were cancelled."""
+    that has everything to itself; answers of rollouts that were cancelled; and a process that is killed now and then,
+    to go on from what it had written with its last batch, with the weights that are there by then, or older ones."""
 
-    def __init__(self, seed, limits, failure_rate=0.1, filter_rate=0.1, is_evaluated=True):
+    def __init__(self, seed, limits, failure_rate=0.1, filter_rate=0.1, is_evaluated=True, kill_rate=0.0):
         self.random = random.Random(seed)
-        self.buffer = Buffer({"a": 50, "b": 20}, BufferConfig(online_difficulty_filtering=True), ratios=RATIOS)
-        self.scheduler = Scheduler(limits, self.end, self.buffer.replace)
+        self.limits = limits
+        self.start()
+        self.kill_rate = kill_rate
+        self.num_kills = 0
         self.failure_rate = failure_rate
         self.filter_rate = filter_rate
         self.blocked = set()
@@ -58,6 +63,32 @@ class Simulation:
         self.is_evaluated = is_evaluated
         self.is_evaluated_alone = False
         self.gaps = []
+        self.save()
+
+    def start(self):
+        self.buffer = Buffer({"a": 50, "b": 20}, BufferConfig(online_difficulty_filtering=True), ratios=RATIOS)
+        self.scheduler = Scheduler(self.limits, self.end, self.buffer.replace)
+
+    def save(self):
+        """What is written with a batch, and what we know of the rollouts by then."""
+        self.saved = self.scheduler.snapshot(), self.buffer.snapshot(), self.ends.copy(), self.ended.copy()
+
+    def kill(self):
+        self.num_kills += 1
+        self.start()
+        saved, buffer, ends, ended = self.saved
+        self.ends, self.ended, self.is_evaluated_alone = ends.copy(), ended.copy(), False
+        self.running = {one.rollout_id: Running(dispatch=one) for group in saved.groups for one in group.in_flight}
+        self.buffer.restore(buffer)
+        strict = len(self.shipped) - self.limits.max_async_level if self.limits.is_strict else self.trained
+        newest = min(self.trained, max(0, strict))
+        self.served = newest if self.random.random() < 0.8 else self.random.randint(0, newest)
+        self.scheduler.restore(saved, version=self.served)
+        self.scheduler.interrupt("restarted", {SCORED_AS_ONE})
+        assert not self.running
+        self.judged = self.scheduler.unjudged()
+        if self.served > self.scheduler.version:
+            self.scheduler.set_version(self.served)
 
     def end(self, one):
         assert one.dispatch.rollout_id not in self.ended, "every rollout ends once"
@@ -69,6 +100,8 @@ class Simulation:
     def step(self):
         events = ["dispatch", "generate", "generate", "generate", "answer", "judge", "judge", "train", "load", "update",
                   "ship", "evaluate", "late"]  # fmt: skip
+        if self.num_kills < MAX_KILLS and self.random.random() < self.kill_rate:
+            self.kill()
         getattr(self, self.random.choice(events))()
         scheduler, counters = self.scheduler, self.scheduler.counters
         assert scheduler.num_in_flight == len(self.running)
@@ -198,6 +231,7 @@ class Simulation:
             self.shipped.append(batch)
             self.shipped_of.update(group[0].dispatch.example.env for group in batch)
             self.gaps.append([step - version for group in batch for one in group for version in one.versions])
+            self.save()
 
     def check(self):
         """What holds at the end of any run."""
@@ -241,7 +275,7 @@ def test_over_ten_thousand_random_events_the_bound_and_the_ratios_hold_and_each_
     simulation.check()
 
 
-def a_random_run(seed):
+def a_random_run(seed, kill_rate=0.0):
     """A run of a few batches whose limits and timings follow from the seed."""
     choose = random.Random(f"limits/{seed}")
     target, batches, in_tokens = choose.randint(1, 4), choose.randint(1, 5), choose.random() < 0.3
@@ -257,16 +291,27 @@ def a_random_run(seed):
         max_attempts=choose.randint(1, 3),
     )
     simulation = Simulation(
-        seed, limits, choose.choice([0.0, 0.1, 0.4]), choose.choice([0.0, 0.2, 0.6]), is_evaluated=choose.random() < 0.5
-    )
+        seed, limits, choose.choice([0.0, 0.1, 0.4]), choose.choice([0.0, 0.2, 0.6]),
+        is_evaluated=choose.random() < 0.5, kill_rate=kill_rate,
+    )  # fmt: skip
     simulation.run(batches)
     simulation.check()
+    return simulation.num_kills
 
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers())
 def test_every_run_comes_to_its_end_within_the_bound(seed):
     a_random_run(seed)
+
+
+def test_runs_that_are_killed_and_go_on_again_and_again_come_to_their_end_within_the_bound():
+    assert sum(a_random_run(seed, kill_rate=0.01) for seed in range(200)) > 200
+
+
+@pytest.mark.slow
+def test_in_ten_thousand_random_timings_runs_that_are_killed_and_go_on_come_to_their_end_within_the_bound():
+    assert sum(a_random_run(seed, kill_rate=0.01) for seed in range(10_000)) > 10_000
 
 
 @pytest.mark.slow
