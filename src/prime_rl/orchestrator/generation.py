@@ -85,7 +85,9 @@ class Generation:
             ratios=config.env_ratios,
             seed=config.seed,
         )
-        self._rounds = Rounds[Rollout](self.buffer.replace) if config.deterministic else None
+        self._rounds: Rounds[Rollout] | None = None
+        if config.deterministic:
+            self._rounds = Rounds(self.buffer.replace, num_unjudged=lambda: self.scheduler.num_unjudged)
         self.scheduler: Scheduler[Rollout, ScoredRollout] = Scheduler(
             scheduler_limits(config), on_end, self.buffer.replace if self._rounds is None else self._rounds.lose
         )
@@ -269,12 +271,12 @@ class Generation:
         async def judge(groups: list[FinishedGroup[Rollout]]) -> None:
             for group in groups:
                 await self._judge(group)
-            rounds.settle(self.scheduler)
+            rounds.settle()
 
-        if groups := rounds.take(self.scheduler):
+        if groups := rounds.take():
             self._supervisor.start(f"groups {groups[0].number} to {groups[-1].number}", judge(groups))
         else:
-            rounds.settle(self.scheduler)
+            rounds.settle()
             self._on_change()
 
     # Consumes: a complete group. Waits for: its scores, and a teacher. Unblocked by: a thread, and deadlines of both.
