@@ -10,12 +10,11 @@ numbers alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Generic
+from typing import Final, Generic
 
 import xxhash
 
 from prime_rl.orchestrator.groups import Example, FinishedGroup, Result
-from prime_rl.orchestrator.scheduler import Scheduler
 
 SEED_BITS: Final = 62
 """A server takes seeds of 63, and adds the number of the choice to them."""
@@ -32,30 +31,33 @@ def seed_of(*identity: str | int) -> int:
 class Rounds(Generic[Result]):
     """The groups of a round that wait for its end."""
 
-    def __init__(self, replace: Callable[[Example], None]) -> None:
-        """`replace` is told of every example whose group came to nothing, once the round is over."""
+    def __init__(self, replace: Callable[[Example], None], *, num_unjudged: Callable[[], int]) -> None:
+        """`replace` is told of every example whose group came to nothing, once the round is over. `num_unjudged`: the
+        scheduler's; the round is over when it is 0."""
         self._replace = replace
+        self._num_unjudged = num_unjudged
         self._complete: dict[int, FinishedGroup[Result]] = {}
         self._lost: list[Example] = []
 
     def lose(self, example: Example) -> None:
         """A group of this example came to nothing."""
         self._lost.append(example)
+        self.settle()
 
     def complete(self, group: FinishedGroup[Result]) -> None:
         """The group is complete, and waits to be judged."""
         self._complete[group.number] = group
 
-    def take(self, scheduler: Scheduler[Result, Any]) -> list[FinishedGroup[Result]]:
+    def take(self) -> list[FinishedGroup[Result]]:
         """All groups of the round in the order of their numbers, once none of it is incomplete; else none."""
-        if len(self._complete) < scheduler.num_unjudged:
+        if len(self._complete) < self._num_unjudged():
             return []
         groups, self._complete = sorted(self._complete.items()), {}
         return [group for _, group in groups]
 
-    def settle(self, scheduler: Scheduler[Result, Any]) -> None:
-        """Tell of the examples whose groups came to nothing, where the round is over."""
-        if scheduler.num_unjudged == 0:
+    def settle(self) -> None:
+        """Where the round is over, tell of the examples whose groups came to nothing."""
+        if self._num_unjudged() == 0:
             lost, self._lost = sorted(self._lost, key=lambda example: (example.env, example.index)), []
             for example in lost:
                 self._replace(example)
