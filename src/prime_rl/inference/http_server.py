@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from prime_rl import activity
 from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.logs import get_logger
+from prime_rl.ports import in_use
 
 logger = get_logger(__name__)
 
@@ -125,8 +126,5 @@ def say_where(listener: socket.socket, model: str, api_key: str | None, engine: 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is already in use: stop the process that listens there, or choose another port "
-            "with server.port (0 takes a free one)"
-        )
+        return in_use(host, port, "server.port (0 takes a free one)")
     return ConfigError(f"cannot listen on {host} port {port} (server.host, server.port): {error.strerror or error}")

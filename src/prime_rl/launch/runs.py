@@ -33,6 +33,7 @@ from prime_rl.errors import ConfigError, DataError
 from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.processes import is_there, kill, marked
+from prime_rl.launch.servers import check_ports
 from prime_rl.launch.supervise import recovering
 from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
 from prime_rl.resume import go_back
@@ -133,7 +134,7 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
 def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tuple[Decision, list[ProcessSpec]]:
     """Make the run directory ours, as its lock already is; how the run begins, and with which processes.
 
-    Raises: as `decide`.
+    Raises: as `decide`, and ConfigError where a port is taken; nothing was deleted then.
     """
     try:
         entries = read_journal(paths.journal)
@@ -143,6 +144,7 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
         entries = []
     end_leftovers(entries)
     decision = decide(config, paths)
+    check_ports(specs)
     if decision.beginning is Beginning.NEW:
         claim_run_dir(paths.output_dir, clean=config.clean)
         entries = []

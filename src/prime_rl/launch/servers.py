@@ -7,7 +7,7 @@
 With `inference.router`, vllm-router listens at the port and the servers on the ports after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit, urlunsplit
 
@@ -15,6 +15,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
 from prime_rl.launch.machine import Machine, ProcessSpec, placed
+from prime_rl.ports import check_free
 
 MAX_PORT = 65535
 ROUTER = "vllm-router"
@@ -81,6 +82,16 @@ def plan_servers(
     specs.append(_router(config, machine, addresses, section))
     behind = client.model_copy(update={"admin_base_url": addresses})
     return Serving(specs=specs, client=behind)
+
+
+def check_ports(specs: Iterable[ProcessSpec]) -> None:
+    """See whether every server of a plan can listen. Raises: ConfigError saying on which port somebody else does."""
+    for spec in specs:
+        if spec.port is not None:
+            section = SECTIONS["teacher" if spec.name.startswith("teacher") else "inference"]
+            is_open = isinstance(spec.config, InferenceConfig) and spec.config.api_key
+            host = getattr(getattr(spec.config, "server", None), "host", None)
+            check_free(host or ("0.0.0.0" if is_open else "127.0.0.1"), spec.port, f"{section}.server.port")
 
 
 def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, number: int) -> tuple[str, ...]:

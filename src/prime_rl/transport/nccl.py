@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from prime_rl.errors import ConfigError, DeadlineExceeded, InferenceError
+from prime_rl.ports import check_free
 
 BUFFER_BYTES: Final = 2**29
 """Size at which a buffer is sent: while one is on its way the next is packed, and at the other end unpacked."""
@@ -104,6 +105,7 @@ class NcclSender:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415
         from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
 
+        check_free(self._host, self._port, "weight_broadcast.port")
         with torch.cuda.device(self._device):
             store = StatelessProcessGroup.create(
                 host=self._host, port=self._port, rank=0, world_size=self._world_size, store_timeout=int(self._timeout)

@@ -1,12 +1,14 @@
 """`plan_servers` itself is tested with the plans that it is part of (`test_plan`)."""
 
+import socket
+
 import pytest
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import ConfigError
 from prime_rl.launch.machine import Machine, placed
-from prime_rl.launch.servers import plan_servers, uses_vllm
+from prime_rl.launch.servers import check_ports, plan_servers, uses_vllm
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,25 @@ def test_a_router_that_others_could_reach_is_refused(host):
     config = InferenceConfig(router=True, api_key="secret", server={"host": host})
     with pytest.raises(ConfigError, match=rf"vllm-router asks nobody for a key.*server.host = '{host}'"):
         plan_servers(config, ClientConfig(), machine, ())
+
+
+@pytest.mark.parametrize(("name", "key"), [("inference", "inference.server.port"), ("teacher", "teacher_inference")])
+def test_a_port_of_any_server_that_is_taken_is_refused_by_its_key(free_port, name, key):
+    config = InferenceConfig(server={"port": free_port})
+    specs = plan_servers(config, ClientConfig(), Machine(gpus=(), num_cpus=4), (), name=name).specs
+    check_ports(specs)
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(ConfigError, match=f"port {free_port} on 127.0.0.1 is already in use.* with {key}"),
+    ):
+        check_ports(specs)
+
+
+def test_all_ports_of_several_servers_are_looked_at(free_port):
+    config = InferenceConfig(server={"port": free_port - 1}, parallel={"dp": 2})
+    specs = plan_servers(config, ClientConfig(), Machine(gpus=(), num_cpus=4), ()).specs
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(ConfigError, match=f"port {free_port} on 127.0.0.1 is already in use"),
+    ):
+        check_ports(specs)
