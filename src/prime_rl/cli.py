@@ -35,7 +35,20 @@ def rl(argv: Sequence[str] | None = None) -> None:
     from prime_rl.config.command import run_command
     from prime_rl.config.roots import RLConfig
 
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(word.partition("=")[0] == "--status" for word in words):
+        _rl_status(words)
+        return
     run_command("rl", RLConfig, _rl, files=_rl_files, argv=argv)
+
+
+def _rl_status(words: "Sequence[str]") -> None:
+    from prime_rl.view.status import show
+
+    try:
+        print(show(words))
+    except PrimeRLError as error:
+        sys.exit(f"rl: {error}")
 
 
 def _rl_files(config: "RLConfig") -> "Files":

@@ -21,6 +21,9 @@ and off again by --no-section.
   --explain KEY     a key's value, and where it came from
   --dry-run         check everything, write the resolved configuration of each process, start nothing"""
 
+STATUS = """
+  --status [DIR]    how the run in DIR is: who is at what, who waits for whom since when, and what happened"""
+
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 EXAMPLES = {"rl": "trainer.optim", "trainer": "optim", "sft": "data", "orchestrator": "sampling", "inference": "server"}
@@ -56,7 +59,7 @@ def help_text(root: type[BaseModel], command: str, section: str | None = None) -
         later = note_at(root, path, kind)
         lines += [f"type {kind}: {summary(cls)}" if kind else summary(cls), *([later] if later else [])]
         lines += ["", *_rows(cls, path), ""]
-    return "\n".join([*lines, SOURCES.format(example=EXAMPLES.get(command, "model"))])
+    return "\n".join([*lines, SOURCES.format(example=EXAMPLES.get(command, "model"))]) + (STATUS if command == "rl" else "")
 
 
 def describe(root: type[BaseModel], path: Path, chosen: type[BaseModel] | None = None) -> str:
