@@ -59,7 +59,8 @@ def help_text(root: type[BaseModel], command: str, section: str | None = None) -
         later = note_at(root, path, kind)
         lines += [f"type {kind}: {summary(cls)}" if kind else summary(cls), *([later] if later else [])]
         lines += ["", *_rows(cls, path), ""]
-    return "\n".join([*lines, SOURCES.format(example=EXAMPLES.get(command, "model"))]) + (STATUS if command == "rl" else "")
+    sources = SOURCES.format(example=EXAMPLES.get(command, "model"))
+    return "\n".join([*lines, sources + (STATUS if command == "rl" else "")])
 
 
 def describe(root: type[BaseModel], path: Path, chosen: type[BaseModel] | None = None) -> str:
