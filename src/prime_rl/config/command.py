@@ -168,15 +168,22 @@ def record_config(config: BaseModel, process: str, paths: RunPaths) -> None:
     """Write `configs/<process>.toml`.
 
     Raises: ConfigError rather than overwrite the configuration that results in the run directory were made with, unless
-        the configuration says that these are to be deleted (`clean`).
+        the configuration says that these are to be deleted (`clean`), or gone on from.
     """
     path = paths.config(process)
-    if _tells_of_results(path, config, paths) and not getattr(config, "clean", False):
+    is_free = getattr(config, "clean", False) or _goes_on(config)
+    if _tells_of_results(path, config, paths) and not is_free:
         raise ConfigError(
             f"{path} tells how the run in {paths.output_dir} was made, and differs from this configuration; choose "
             "another directory with --output-dir, or delete that run"
         )
     write_toml(config, path)
+
+
+def _goes_on(config: BaseModel) -> bool:
+    """Whether the process takes up what the run directory holds."""
+    resume_step = getattr(getattr(config, "ckpt", None), "resume_step", None)
+    return getattr(config, "recover", False) or resume_step is not None
 
 
 def _tells_of_results(path: FilePath, config: BaseModel, paths: RunPaths) -> bool:
