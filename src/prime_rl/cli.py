@@ -103,11 +103,12 @@ def _rl_in(paths: "RunPaths", config: "RLConfig", specs: "Sequence[ProcessSpec]"
     restarts = Restarts(config.max_restarts) if config.supervise else None
     hangs = Hangs(paths.activity, config.hang_timeout)
     try:
-        oversee(
-            Supervision(specs, paths, restarts=restarts, journal=journal, hangs=hangs),
-            paths,
-            console.tick,
-        )
+        with activity.doing(f"watching {', '.join(spec.name for spec in specs)}"):
+            oversee(
+                Supervision(specs, paths, restarts=restarts, journal=journal, hangs=hangs),
+                paths,
+                console.tick,
+            )
     except (KeyboardInterrupt, Stopped) as error:
         journal.note("run_stopped", reason="SIGTERM" if isinstance(error, Stopped) else INTERRUPTED)
         logger.info("stopped by the user")
