@@ -228,8 +228,8 @@ def _events(run: Snapshot) -> list[tuple[str, str]]:
     lines = [("last events", "")]
     for entry in run.entries[-NUM_EVENTS:]:
         step = "" if entry.step is None else f" {entry.step}"
-        told = entry.facts.get("reason") or entry.facts.get("how") or entry.facts.get("kind") or entry.facts.get("name")
-        more = f": {told}" if told else ""
+        facts = [str(entry.facts[name]) for name in ("name", "kind", "how", "reason") if name in entry.facts]
+        more = f": {', '.join(facts)}" if facts else ""
         lines.append((f"  {_clock(entry.time)}  {entry.process:{NAME_WIDTH}}", f"{entry.event}{step}{more}"))
     return lines
 
