@@ -52,6 +52,42 @@ def test_no_function_is_longer_than_a_screen_and_no_file_longer_than_a_sitting()
     assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
 
 
+WALL_CLOCK = {
+    "src/prime_rl/activity/__init__.py": "when something began, for people",
+    "src/prime_rl/activity/states.py": "how long ago a process of another machine reported",
+    "src/prime_rl/config/command.py": "when a rank failed, for torchrun",
+    "src/prime_rl/inference/chat.py": "`created` of a reply",
+    "src/prime_rl/inference/completions.py": "`created` of a reply",
+    "src/prime_rl/inference/generate.py": "`created` of a reply",
+    "src/prime_rl/inference/service.py": "`created` of a model",
+    "src/prime_rl/journal.py": "the time of an entry",
+    "src/prime_rl/monitors/base.py": "the time of a row",
+    "src/prime_rl/monitors/events.py": "the time of an event",
+    "src/prime_rl/view/status.py": "how long ago an entry was written",
+}
+"""Who may ask what time it is. A clock may be set: whatever is measured, waited for or due goes by another one."""
+
+
+def test_the_clock_on_the_wall_gives_timestamps_alone():
+    asked = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and (node.value.id if isinstance(node.value, ast.Name) else node.value.attr, node.attr) in asked
+    }
+    imported = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+    ]
+    assert imported == [], "import the module time, so that one sees which clock is meant"
+    assert found == set(WALL_CLOCK)
+
+
 def test_there_is_no_drawer_for_odds_and_ends():
     names = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
     assert not names & {"utils", "util", "common", "helpers", "misc"}

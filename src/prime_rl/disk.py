@@ -142,11 +142,23 @@ class LooseFile:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        with _locked(self._file):
-            end = _end_of_lines(self._file)
-            if os.write(self._file, line) < len(line):
-                os.ftruncate(self._file, end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_whole(self._file, line)
+
+
+def append_whole(file: int, lines: bytes) -> None:
+    """Append `lines` to a file that is open for reading and appending: all of them, or nothing.
+
+    Raises: OSError.
+    """
+    with _locked(file):
+        end = _end_of_lines(file)
+        try:
+            left = memoryview(lines)
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError:
+            os.ftruncate(file, end)
+            raise
 
 
 @contextlib.contextmanager

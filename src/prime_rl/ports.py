@@ -41,8 +41,8 @@ def in_use(host: str, port: int, key: str) -> ConfigError:
 def _by_whom(port: int) -> str:
     """`, by pid 4711 (python -m http.server 8000)`; nothing where this user may not see it."""
     try:
-        found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr]
-        pid = next((one.pid for one in found if one.laddr.port == port and one.pid), None)
+        found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        pid = next((one.pid for one in found if one.laddr and one.laddr.port == port and one.pid), None)
         if pid is None:
             return ""
         command = " ".join(psutil.Process(pid).cmdline())

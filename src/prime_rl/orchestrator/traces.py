@@ -41,6 +41,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.config.orchestrator import OrchestratorConfig, TrainEnvConfig
+from prime_rl.disk import append_whole, refusal
 from prime_rl.environments.rollouts import Failure, Rollout
 from prime_rl.environments.trajectories import Chain, Strategy, merge_turns
 from prime_rl.logs import get_logger
@@ -133,7 +134,7 @@ class Traces:
                 self._num_done += len(batch)
                 self._done_tokens += sum(map(_num_tokens, batch))
         except Exception as error:  # noqa: BLE001 - supervision point: told, and its rollouts are counted as missing
-            what = error if isinstance(error, OSError) else repr(error)
+            what = refusal(error, self._files.root) if isinstance(error, OSError) else repr(error)
             _logger.warning("Rollouts are no longer written to %s: %s", self._files.root, what)
 
     def _next(self) -> tuple[list[EndedRollout], bool]:
@@ -240,7 +241,7 @@ class _Files:
         """By step."""
         self.num_left_out = 0
         """Rollouts of a step whose traces alone are as large as is allowed."""
-        self._started_at = time.time()
+        self._started_at = time.monotonic()
         self._first_step = 0
         """What belongs to earlier ones is left out: they were deleted."""
 
@@ -261,8 +262,8 @@ class _Files:
             lines.setdefault(place, []).append(msgspec.json.encode(row) + b"\n")
         for (step, env), encoded in lines.items():
             directory = step_dir(self.root, step) / env
-            with (directory / "results.jsonl").open("ab") as file:
-                file.write(b"".join(encoded))
+            with (directory / "results.jsonl").open("ab+", buffering=0) as file:
+                append_whole(file.fileno(), b"".join(encoded))
             self._bytes[step] = self._bytes.get(step, 0) + sum(map(len, encoded))
             self._describe(directory, self._envs[env], self._means[step, env])
         self._make_room()
@@ -312,7 +313,7 @@ class _Files:
             "shuffle": False,
             "shuffle_seed": None,
             "sampling_args": {"temperature": config.sampling.temperature, "max_tokens": config.sampling.max_tokens},
-            "time": time.time() - self._started_at,
+            "time": time.monotonic() - self._started_at,
             "avg_reward": means.rewards.value,
             "avg_metrics": {name: mean.value for name, mean in means.metrics.items()},
             "avg_error": means.failed.value,

@@ -4,6 +4,7 @@ import logging
 import threading
 
 import pytest
+from tests.doubles.disks import small_disk
 from verifiers.legacy.types import RolloutTiming
 from verifiers.legacy.utils.error_utils import is_error_data
 from verifiers.legacy.utils.path_utils import is_valid_eval_results_path
@@ -173,6 +174,24 @@ def test_a_disk_that_refuses_ends_the_traces_with_a_warning_and_not_the_run(tmp_
         written(tmp_path, *OF_EVERY_KIND)
     assert "no longer written" in caplog.text
     assert "4 rollouts are not in" in caplog.text
+
+
+def test_a_disk_that_fills_up_leaves_whole_rows_alone(tmp_path, caplog):
+    def ended(number: int) -> EndedRollout:
+        return ended_of(number, result=rollout_of(number))
+
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        files = module._Files(config_of(), disk.root / "traces")
+        files.add([ended(0)])
+        disk.fill(leave_bytes=1 << 14)
+        with pytest.raises(OSError, match="No space left"):
+            files.add([ended(number) for number in range(1, 100)])
+        lines = (disk.root / "traces/step_3/sums/results.jsonl").read_text().splitlines()
+        assert [json.loads(line)["rollout_id"] for line in lines] == [0]
+        disk.fill()
+        written(disk.root / "others", *OF_EVERY_KIND)
+    assert "no longer written" in caplog.text
+    assert "the disk is full (" in caplog.text
 
 
 def test_whatever_goes_wrong_in_the_thread_is_told_and_all_that_comes_after_is_counted(tmp_path, monkeypatch, caplog):
