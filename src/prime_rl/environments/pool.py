@@ -394,6 +394,7 @@ def environment_spec(
     log: LogConfig,
     retry_s: float = 0.0,
     renderer: str = "auto",
+    seed: int | None = None,
     hash_keys: tuple[str, ...] = (),
     tells_examples: bool = False,
 ) -> EnvironmentSpec:
@@ -421,4 +422,5 @@ def environment_spec(
         hash_keys=hash_keys,
         tells_examples=tells_examples,
         logs_json=log.json_logging,
+        seed=seed,
     )

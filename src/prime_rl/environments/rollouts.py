@@ -197,6 +197,8 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """That of the library which the environment is written with."""
     logs_json: bool = False
     """Whether a log line is a JSON object."""
+    seed: int | None = None
+    """Of what its code draws while it is loaded; its rollouts draw by their own seeds then. None: chance is free."""
 
 
 class Environment(Protocol):

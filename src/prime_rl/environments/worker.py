@@ -33,6 +33,7 @@ from typing import Any, Final
 
 import msgspec
 
+from prime_rl.environments.chance import Chance
 from prime_rl.environments.fingerprints import fingerprint
 from prime_rl.environments.frames import Frames
 from prime_rl.environments.rollouts import (
@@ -64,8 +65,17 @@ _logger = get_logger(__name__)
 class Worker:
     """The rollouts of one loaded environment."""
 
-    def __init__(self, spec: EnvironmentSpec, environment: Environment, frames: Frames, watch: Watch) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        environment: Environment,
+        frames: Frames,
+        watch: Watch,
+        chance: Chance | None = None,
+    ) -> None:
+        """`chance`: what rollouts draw follows from their seeds. None: it does not."""
         self._spec = spec
+        self._chance = chance
         self._environment = environment
         self._frames = frames
         self._watch = watch
@@ -143,6 +153,8 @@ class Worker:
         self, seconds: float, requests: Sequence[RolloutRequest], work: Coroutine[Any, Any, list[Rollout]]
     ) -> list[Rollout]:
         """What the environment makes of the requests, or their failure when it takes longer or raises."""
+        if self._chance is not None:
+            self._chance.own(requests[0].sampling.get("seed", requests[0].example))
         try:
             async with within(seconds):
                 return await work
@@ -178,6 +190,7 @@ async def run_worker(connection: socket.socket) -> None:
     limit_cpu(num_cpus=spec.num_cpus, first_cpu=spec.first_cpu, niceness=spec.niceness)
     watch = Watch(max_memory_gb=spec.max_memory_gb)
     watch.start()
+    chance = None if spec.seed is None else Chance(spec.seed)
     try:
         environment = await importlib.import_module(spec.door).load(spec)
         examples = map(environment.example, range(environment.num_train if spec.tells_examples else 0))
@@ -199,7 +212,7 @@ async def run_worker(connection: socket.socket) -> None:
             fingerprints=fingerprints,
         )
     )
-    worker = Worker(spec, environment, frames, watch)
+    worker = Worker(spec, environment, frames, watch, chance)
     try:
         await worker.serve()
     finally:

@@ -110,6 +110,7 @@ async def open_evaluation(
             log=config.log,
             retry_s=config.outage_timeout,
             renderer=config.renderer.name,
+            seed=config.seed if config.deterministic else None,
         )
         for env in (config.eval.env if config.eval is not None else ())
     ]

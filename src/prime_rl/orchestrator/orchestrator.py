@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -88,6 +89,8 @@ _logger = get_logger(__name__)
 
 def run(config: OrchestratorConfig) -> None:
     """Produce `max_steps` batches, or until stopped. Raises: PrimeRLError saying what ended the run."""
+    if config.deterministic:  # environments may go through sets of words, whose order each process would make up
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     asyncio.run(orchestrate(config))
 
 
@@ -142,6 +145,7 @@ def _specs(config: OrchestratorConfig, start: Start) -> list[EnvironmentSpec]:
             log=config.log,
             retry_s=config.outage_timeout,
             renderer=config.renderer.name,
+            seed=config.seed if config.deterministic else None,
             hash_keys=config.buffer.hash_keys,
             tells_examples=env.label in start.tells_examples,
         )
