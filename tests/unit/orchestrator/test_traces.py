@@ -177,7 +177,7 @@ def test_a_disk_that_refuses_ends_the_traces_with_a_warning_and_not_the_run(tmp_
 
 
 def test_a_disk_that_fills_up_leaves_whole_rows_alone(tmp_path, caplog):
-    def ended(number: int) -> EndedRollout:
+    def ended(number: int):
         return ended_of(number, result=rollout_of(number))
 
     with small_disk(tmp_path / "disk", mib=1) as disk:
