@@ -4,10 +4,11 @@ Everything shown is read from the run directory, so the console knows no process
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from prime_rl.disk import refusal
 from prime_rl.monitors.base import MetricsTail
 from prime_rl.monitors.events import EventTail
 from prime_rl.paths import RunPaths, step_dir
@@ -109,15 +110,25 @@ class RLConsole:
         rows = self._batches.read()
         points = [(int(row["step"] or 0), row["reward/mean"] or 0.0) for row in rows if "reward/mean" in row]
         if points:
-            self._paths.reward_curve.write_text(svg_curve(points, title="mean reward"), encoding="utf-8")
             self._out.print()
+            self._draw(points)
             self._out.print(text_curve([value for _, value in points], label="mean reward over steps"), markup=False)
             self._out.print(f"reward: {points[0][1]:.3f} at the first step, {points[-1][1]:.3f} at the last")
         paths = self._paths
         self._out.print(f"\nweights  {step_dir(paths.weights, self._num_shown)}")
         self._out.print(f"logs     {paths.logs}/")
         self._out.print(f"metrics  {paths.metrics('orchestrator')}, {paths.metrics('trainer')}")
-        self._out.print(f"curve    {paths.reward_curve}")
+        if paths.reward_curve.exists():
+            self._out.print(f"curve    {paths.reward_curve}")
+
+    def _draw(self, points: Sequence[tuple[int, float]]) -> None:
+        """The curve as a file, which nobody needs."""
+        curve = self._paths.reward_curve
+        try:
+            curve.write_text(svg_curve(points, title="mean reward"), encoding="utf-8")
+        except OSError as error:
+            curve.unlink(missing_ok=True)
+            self._out.print(f"{curve} is not written: {refusal(error, curve)}", style="yellow", markup=False)
 
 
 def _cell(row: Row, name: str, form: str) -> str:

@@ -1,3 +1,5 @@
+from tests.doubles.disks import small_disk
+
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.paths import RunPaths
@@ -51,3 +53,16 @@ def test_what_happened_to_a_server_is_told_once(tmp_path, capsys):
         "      0 s, inference server http://[::1]:8001/v1 is lost: no answer; 1 of 2 are up\n"
         "      0 s, inference server http://[::1]:8001/v1 is up\n"
     )
+
+
+def test_a_curve_that_a_full_disk_refuses_is_no_error_and_leaves_no_half_of_it(tmp_path, capsys):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        paths = RunPaths(disk.root)
+        JsonlMonitor(paths.metrics("orchestrator")).log({"reward/mean": 0.5}, step=0)
+        disk.fill()
+        RLConsole(paths, max_steps=1, has_server=True).closing()
+        assert not paths.reward_curve.exists()
+    out = capsys.readouterr().out
+    assert "reward.svg is not written: the disk is full (" in out
+    assert "0.500 at the first step" in out
+    assert "curve    " not in out
