@@ -120,11 +120,12 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         stack.callback(monitor.close)
         traces = await stack.enter_async_context(open_traces(config, paths.traces, ended=start.ended()))
         journal = Journal(paths.journal, PROCESS)
+        batches = NotedBatches(BatchWriter(paths.rollouts), journal)
         orchestrator = Orchestrator(
             config=config,
             pools=pools,
             policy=policy,
-            writer=NoBatches() if config.bench else NotedBatches(BatchWriter(paths.rollouts), journal),
+            writer=NoBatches() if config.bench else batches,
             monitor=monitor,
             scorer=scorer,
             extensions=Extensions(teacher=teacher, evaluation=evaluation, on_end=traces.note),
@@ -132,6 +133,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         if not is_anew:
             orchestrator.go_on(start)
             await asyncio.to_thread(journal.note, RECOVERED, step=start.next_batch, how=start.how.value)
+            await asyncio.to_thread(batches.catch_up, paths)
         await orchestrator.run()
 
 

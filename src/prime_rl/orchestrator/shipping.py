@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 from prime_rl.data.samples import TrainingBatch
-from prime_rl.journal import Journal
+from prime_rl.journal import Journal, read_journal
+from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.batches import BatchWriter
-from prime_rl.transport.manifest import read_manifest
+from prime_rl.transport.manifest import latest_step, read_manifest
+
+COMPLETE: Final = "batch_complete"
 
 
 class BatchSink(Protocol):
@@ -28,6 +32,21 @@ class NotedBatches:
     def write(self, batch: TrainingBatch, beside: Mapping[str, bytes]) -> None:
         """Raises: ArtifactError as `BatchWriter.write`."""
         self._journal.note("batch_begun", step=batch.step)
-        directory = self._writer.write(batch, beside)
-        digest = read_manifest(directory).files["batch.msgpack"].xxh3
-        self._journal.note("batch_complete", step=batch.step, digest=digest)
+        self._note_complete(self._writer.write(batch, beside), batch.step)
+
+    def catch_up(self, paths: RunPaths) -> None:
+        """Note that the newest batch is complete, where a process was killed before it had noted that."""
+        step = latest_step(paths.rollouts)
+        if step is None:
+            return
+        digest = self._digest(step_dir(paths.rollouts, step))
+        entries = [entry for entry in read_journal(paths.journal) if (entry.event, entry.step) == (COMPLETE, step)]
+        if digest not in [entry.facts.get("digest") for entry in entries]:
+            self._note_complete(step_dir(paths.rollouts, step), step)
+
+    def _note_complete(self, directory: Path, step: int) -> None:
+        self._journal.note(COMPLETE, step=step, digest=self._digest(directory))
+
+    @staticmethod
+    def _digest(directory: Path) -> str:
+        return read_manifest(directory).files["batch.msgpack"].xxh3
