@@ -168,4 +168,4 @@ def _has_time(accused: Report | None, wait: Wait) -> bool:
 
 def _launched(name: str, running: Mapping[str, int]) -> str | None:
     """Which of the launcher's processes it belongs to."""
-    return next((one for one in running if is_of(name, one)), None)
+    return max((one for one in running if is_of(name, one)), key=len, default=None)
