@@ -32,7 +32,7 @@ from prime_rl.environments.suspects import Suspects, example_of
 from prime_rl.errors import EnvironmentSetupError
 from prime_rl.logs import get_logger
 
-__all__ = ["EnvPool", "PoolLimits", "PoolLoad", "environment_spec", "open_pools"]
+__all__ = ["EnvPool", "PoolLimits", "PoolLoad", "environment_spec", "open_pools", "seeded"]
 
 TEND_INTERVAL_S: Final = 1.0
 
@@ -386,6 +386,11 @@ async def open_pools(
         await asyncio.gather(*(pool.close() for pool in pools.values()))
 
 
+def seeded(specs: Sequence[EnvironmentSpec], seed: int) -> list[EnvironmentSpec]:
+    """The same environments, of which nothing is left to chance."""
+    return [msgspec.structs.replace(spec, seed=seed) for spec in specs]
+
+
 def environment_spec(
     env: EnvConfig,
     *,
@@ -394,7 +399,6 @@ def environment_spec(
     log: LogConfig,
     retry_s: float = 0.0,
     renderer: str = "auto",
-    seed: int | None = None,
     hash_keys: tuple[str, ...] = (),
     tells_examples: bool = False,
 ) -> EnvironmentSpec:
@@ -422,5 +426,4 @@ def environment_spec(
         hash_keys=hash_keys,
         tells_examples=tells_examples,
         logs_json=log.json_logging,
-        seed=seed,
     )

@@ -30,7 +30,7 @@ from prime_rl.aio import in_daemon_thread
 from prime_rl.config.evals import EvalSamplingConfig
 from prime_rl.config.orchestrator import OrchestratorConfig, ValConfig
 from prime_rl.config.sampling import TrainSamplingConfig
-from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
+from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools, seeded
 from prime_rl.environments.rollouts import Failure, FailureKind, RolloutRequest, Split, sampling_args
 from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError
 from prime_rl.evals.report import failures_text, log_line, table_text
@@ -110,13 +110,17 @@ async def open_evaluation(
             log=config.log,
             retry_s=config.outage_timeout,
             renderer=config.renderer.name,
-            seed=config.seed if config.deterministic else None,
         )
         for env in (config.eval.env if config.eval is not None else ())
     ]
     log_dir = paths.eval_worker_logs if config.log.env_worker_logs else None
     limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
-    async with open_pools(specs, num_workers=config.workers_per_env, log_dir=log_dir, limits=limits) as pools:
+    async with open_pools(
+        seeded(specs, config.seed) if config.deterministic else specs,
+        num_workers=config.workers_per_env,
+        log_dir=log_dir,
+        limits=limits,
+    ) as pools:
         suites = [eval_suite(config, pools)] if config.eval is not None else []
         suites += [val_suite(config, config.val, training_pools)] if config.val is not None else []
         monitor = JsonlMonitor(paths.metrics("eval"))

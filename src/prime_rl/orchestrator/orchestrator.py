@@ -43,7 +43,7 @@ from prime_rl.config.artifacts import NCCLBroadcastConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.environments.client import InferenceClient, open_clients
-from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
+from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools, seeded
 from prime_rl.environments.rollouts import EnvironmentSpec
 from prime_rl.errors import ConfigError, DeadlineExceeded
 from prime_rl.journal import Journal
@@ -139,7 +139,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
 
 def _specs(config: OrchestratorConfig, start: Start) -> list[EnvironmentSpec]:
     """What the workers of the training environments need to know."""
-    return [
+    specs = [
         environment_spec(
             env,
             client=config.client,
@@ -147,12 +147,12 @@ def _specs(config: OrchestratorConfig, start: Start) -> list[EnvironmentSpec]:
             log=config.log,
             retry_s=config.outage_timeout,
             renderer=config.renderer.name,
-            seed=config.seed if config.deterministic else None,
             hash_keys=config.buffer.hash_keys,
             tells_examples=env.label in start.tells_examples,
         )
         for env in config.env
     ]
+    return seeded(specs, config.seed) if config.deterministic else specs
 
 
 async def _serve_first_weights(config: OrchestratorConfig, start: Start, policy: Policy) -> None:
