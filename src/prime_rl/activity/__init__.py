@@ -45,7 +45,7 @@ DISK: Final = "disk"
 """The owner of a wait for something that is no process, and that nobody starts again."""
 
 BEAT_S: Final = 1.0
-SHORTEST_S: Final = 0.05
+SHORTEST_S: Final = 0.1
 """Between two reports, however much changes."""
 SLACK_S: Final = 2.0
 """A thread that sleeps BEAT_S and wakes later than this was not let run: the process was stopped."""
@@ -188,7 +188,7 @@ class _Reporter:
         self._changed = threading.Event()
         self._writing = threading.Lock()
         self._directory: Path | None = None
-        self._process = ""
+        self._process = self._token = self._host = ""
         self._has_begun = False
         self._began_at = 0.0
         self._is_over = False
@@ -197,6 +197,7 @@ class _Reporter:
     def start(self, directory: Path, process: str) -> None:
         """Write reports from now on."""
         self._directory, self._process, self._began_at = directory, process, clock()
+        self._token, self._host = lifeline.launcher_token(), socket.gethostname()
         self._is_over = False
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
@@ -264,8 +265,8 @@ class _Reporter:
         waits = [task.as_wait() for task in tasks if isinstance(task, Waiting)]
         return Report(
             process=self._process,
-            token=lifeline.launcher_token(),
-            host=socket.gethostname(),
+            token=self._token,
+            host=self._host,
             time=time.time(),
             beat=time.monotonic(),
             age_s=clock() - self._began_at,
