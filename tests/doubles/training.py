@@ -18,7 +18,7 @@ from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FakeMonitor
-from prime_rl.trainer.ckpt import load_state, save_state
+from prime_rl.trainer.ckpt import load_state, save_state, state_of
 from prime_rl.trainer.model.build import TrainedModel, build_model
 from prime_rl.trainer.optim import host_state
 from prime_rl.trainer.optim.optimizer import build_optimizer
@@ -63,10 +63,10 @@ class Trained:
 
 def batches() -> list[TrainingBatch]:
     """Five batches of unequal documents; the third has fewer than four ranks can share."""
-    return [_batch(step, count) for step, count in enumerate((14, 9, 3, 14, 11))]
+    return [batch_of(step, count) for step, count in enumerate((14, 9, 3, 14, 11))]
 
 
-def _batch(step: int, count: int) -> TrainingBatch:
+def batch_of(step: int, count: int) -> TrainingBatch:
     rng = np.random.default_rng(step)
     samples = []
     for number in range(count):
@@ -118,7 +118,7 @@ def _train(ranks: Ranks, case: Case) -> Trained:
         ),
     ).run()
     if case.save is not None:
-        save_state(case.save, model, optimizer)
+        save_state(case.save, state_of(model, optimizer))
     held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.stored().values()]
     return Trained(
         metrics=[metrics for _, metrics in monitor.rows],
@@ -153,6 +153,9 @@ class _Publisher:
         self.num_caught_up = 0
 
     def publish(self, step: int) -> None:
+        pass
+
+    def publish_again(self, step: int) -> None:
         pass
 
     def idle(self) -> bool:

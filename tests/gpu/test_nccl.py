@@ -21,7 +21,8 @@ from prime_rl.inference.engine.build import build_engine
 from prime_rl.models.hf import hf_tensors, load_decoder, model_tensors
 from prime_rl.trainer.publish.background import BackgroundWriter
 from prime_rl.trainer.publish.gathering import StoredTensors
-from prime_rl.trainer.publish.publishers import Retention, WeightPublisher
+from prime_rl.trainer.publish.publishers import WeightPublisher
+from prime_rl.trainer.publish.retention import Retention
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.broadcasts import fall_back, ready_file
 from prime_rl.transport.checksum import checksum

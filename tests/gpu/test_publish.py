@@ -7,7 +7,8 @@ from transformers import PretrainedConfig
 from prime_rl.trainer.publish import staging
 from prime_rl.trainer.publish.background import BackgroundWriter, Snapshot
 from prime_rl.trainer.publish.gathering import StoredTensors
-from prime_rl.trainer.publish.publishers import Retention, WeightPublisher
+from prime_rl.trainer.publish.publishers import WeightPublisher
+from prime_rl.trainer.publish.retention import Retention
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.checksum import entries
 from prime_rl.transport.weights import load_weights

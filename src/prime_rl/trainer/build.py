@@ -11,18 +11,22 @@ from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.data.balance import CostModel
 from prime_rl.data.rendering import load_tokenizer
 from prime_rl.errors import ConfigError
+from prime_rl.journal import Journal
 from prime_rl.logs import get_logger
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FanOut, JsonlMonitor
 from prime_rl.paths import RunPaths
+from prime_rl.trainer.checkpoints.build import build_keeper, build_rules
+from prime_rl.trainer.checkpoints.keeper import Keeper
+from prime_rl.trainer.checkpoints.start import Start, choose_start, clear_way, load_start
 from prime_rl.trainer.deterministic import make_deterministic
-from prime_rl.trainer.model.build import build_model
-from prime_rl.trainer.optim.optimizer import build_optimizer, build_schedule
+from prime_rl.trainer.model.build import TrainedModel, build_model
+from prime_rl.trainer.optim.optimizer import Optimizer, build_optimizer, build_schedule
 from prime_rl.trainer.perf import ModelCost, PerfMeter, cost_of
 from prime_rl.trainer.profile import StepProfile
 from prime_rl.trainer.publish.build import build_publisher
 from prime_rl.trainer.ranks import Ranks, joined
-from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction
+from prime_rl.trainer.streams import BatchSource, LoggedBatches, LossFunction, Seekable
 from prime_rl.trainer.trainer import LoopOptions, Trainer
 
 _logger = get_logger(__name__)
@@ -49,6 +53,13 @@ class Inputs:
     """See Retention."""
     max_row_tokens: int
     """Tokens of the longest micro-batch that may come."""
+    max_steps: int | None
+    level: int = 0
+    """How many steps generation may run ahead."""
+    data: Seekable | None = None
+    """Whose position is part of a checkpoint."""
+    recorded: Path | None = None
+    """Where batches lie, beside the orchestrator's state."""
 
 
 def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
@@ -84,57 +95,107 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
-    directory, batches, paths = inputs.directory, inputs.batches, RunPaths(config.output_dir)
-    with activity.doing("loading the model"):
-        model = build_model(config.model, directory, ranks, seed=config.seed)
-    seed_dropout(config.seed, ranks)  # now: drawing the weights of a model of transformers seeds all GPUs alike
-    cost = cost_of(model.model, read_json(directory / "config.json"))
-    device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    num_all = sum(parameter.numel() for parameter in model.model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters.values())
-    of_all = "" if num_trained == num_all else f"{num_trained / 1e6:.1f}M of "
-    size = f"{of_all}{num_all / 1e6:.1f}M parameters"
-    _logger.info("Training %s, %s, on %d x %s", directory, size, ranks.size, device_name)
-    if config.log.log_data:
-        batches = LoggedBatches(batches, load_tokenizer(inputs.tokenizer))
-    schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
+    paths, start = RunPaths(config.output_dir), choose_start(config, ranks)
+    model = _loaded(config, inputs.directory, ranks)
+    optimizer = _optimizer(config, model, start)
+    load_start(start, model=model, optimizer=optimizer, data=inputs.data, ranks=ranks)
+    journal = Journal(paths.journal, "trainer")
+    if ranks.is_leader:
+        clear_way(config, start, journal, recorded=inputs.recorded)
+    kept = build_rules(
+        config, max_steps=inputs.max_steps, keep_last=inputs.keep_last, level=inputs.level, recorded=inputs.recorded
+    )
     with ExitStack() as stack:
+        keeper = build_keeper(
+            kept,
+            start=start,
+            journal=journal,
+            model=model,
+            optimizer=optimizer,
+            data=inputs.data,
+            ranks=ranks,
+            stack=stack,
+        )
         publisher = build_publisher(
             config,
             model=model,
             ranks=ranks,
-            assets=directory,
+            assets=inputs.directory,
             tokenizer=inputs.tokenizer,
-            keep_last=inputs.keep_last,
+            retention=kept.weights,
+            journal=journal,
             stack=stack,
         )
         monitor = FanOut([JsonlMonitor(paths.metrics("trainer"))] if ranks.is_leader else [])
         stack.enter_context(closing(monitor))
+        if start.first_step:
+            publisher.publish_again(start.first_step)
+        if start.skips_anything and kept.plan.recovery_interval_s is not None:
+            keeper.save_recovery(start.first_step)  # the checkpoint on disk is not what the run goes on with
+        cost = cost_of(model.model, read_json(inputs.directory / "config.json"))
         Trainer(
             model=model,
-            optimizer=build_optimizer(
-                model.parameters.items(), config.optim, schedule, cpu_offload=config.model.optim_cpu_offload
-            ),
-            batches=batches,
+            optimizer=optimizer,
+            batches=_logged(config, inputs),
             loss=inputs.loss,
             publisher=publisher,
             monitor=monitor,
-            meter=PerfMeter(cost, ranks, device_name),
-            options=LoopOptions(
-                max_steps=config.max_steps,
-                max_row_tokens=inputs.max_row_tokens,
-                row_cost=_row_cost(cost),
-                min_step_time_s=config.debug.min_step_time,
-                max_skipped_steps=config.max_skipped_steps,
-                ranks=ranks,
-                profile=StepProfile(
-                    memory_dir=config.memory_profiler_path,
-                    trace_dir=config.trace_path,
-                    device=ranks.device,
-                    rank=ranks.rank,
-                ),
-            ),
+            meter=PerfMeter(cost, ranks, _device_name(ranks)),
+            options=_options(config, inputs, ranks, start, keeper, cost),
         ).run()
+
+
+def _loaded(config: TrainerConfig | SFTConfig, directory: Path, ranks: Ranks) -> TrainedModel:
+    with activity.doing("loading the model"):
+        model = build_model(config.model, directory, ranks, seed=config.seed)
+    seed_dropout(config.seed, ranks)  # now: drawing the weights of a model of transformers seeds all GPUs alike
+    num_all = sum(parameter.numel() for parameter in model.model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters.values())
+    of_all = "" if num_trained == num_all else f"{num_trained / 1e6:.1f}M of "
+    size = f"{of_all}{num_all / 1e6:.1f}M parameters"
+    _logger.info("Training %s, %s, on %d x %s", directory, size, ranks.size, _device_name(ranks))
+    return model
+
+
+def _optimizer(config: TrainerConfig | SFTConfig, model: TrainedModel, start: Start) -> Optimizer:
+    ahead = start.progress().schedule_ahead
+    schedule = build_schedule(config.scheduler, peak_lr=config.optim.lr, max_steps=config.max_steps)
+    return build_optimizer(
+        model.parameters.items(),
+        config.optim,
+        lambda step: schedule(step + ahead),
+        cpu_offload=config.model.optim_cpu_offload,
+    )
+
+
+def _logged(config: TrainerConfig | SFTConfig, inputs: Inputs) -> BatchSource:
+    return LoggedBatches(inputs.batches, load_tokenizer(inputs.tokenizer)) if config.log.log_data else inputs.batches
+
+
+def _options(
+    config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks, start: Start, keeper: Keeper, cost: ModelCost
+) -> LoopOptions:
+    return LoopOptions(
+        max_steps=inputs.max_steps,
+        first_step=start.first_step,
+        num_skipped=start.progress().num_skipped,
+        max_row_tokens=inputs.max_row_tokens,
+        row_cost=_row_cost(cost),
+        min_step_time_s=config.debug.min_step_time,
+        max_skipped_steps=config.max_skipped_steps,
+        ranks=ranks,
+        profile=StepProfile(
+            memory_dir=config.memory_profiler_path,
+            trace_dir=config.trace_path,
+            device=ranks.device,
+            rank=ranks.rank,
+        ),
+        keeper=keeper,
+    )
+
+
+def _device_name(ranks: Ranks) -> str:
+    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
 
 
 def _row_cost(cost: ModelCost) -> CostModel:

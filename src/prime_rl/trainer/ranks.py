@@ -4,6 +4,7 @@ collective     over              for
 gradients      NCCL or gloo      parameters and gradients, by the mesh of `model.sharding`
 tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
 gathered       gloo              metrics
+saving         gloo, patient     checkpoints, in a thread of each rank
 """
 
 import os
@@ -29,6 +30,8 @@ class Ranks:
     device: torch.device
     control: Any = None
     """The gloo group of all ranks; None for a process alone."""
+    saving: Any = None
+    """Another one, in which their threads write a checkpoint together, beside everything else."""
     words: Any = None
     """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
     patience_s: float | None = None

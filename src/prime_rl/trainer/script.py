@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from prime_rl import lifeline
 from prime_rl.config.bench import measured
@@ -52,7 +52,7 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
             config = measured(config)
         if is_first_rank() and config.bench is not None:
             bench.clear(config)
-        elif isinstance(config, SFTConfig) and is_first_rank():  # the trainer shares its directory with an orchestrator
+        elif is_first_rank() and _owns_directory(config):
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
         is_debug = config.log.level == "debug"
@@ -62,11 +62,17 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
                 print(f"\n{bench.report(name, config)}", flush=True)
 
     def files(config: Config) -> Files:
-        if isinstance(config, SFTConfig) and config.bench is None:
+        if config.bench is None and _owns_directory(config):
             check_run_dir(config.output_dir, clean=config.clean)
         return {name: config}
 
     run_command(name, root, work, argv=argv, files=files)
+
+
+def _owns_directory(config: TrainerConfig | SFTConfig) -> TypeGuard[SFTConfig]:
+    """Whether the run directory must be a new one. `trainer` shares it with an orchestrator, a resumed run goes on."""
+    is_resumed = config.ckpt is not None and config.ckpt.resume_step is not None and not getattr(config, "clean", False)
+    return isinstance(config, SFTConfig) and not is_resumed
 
 
 class _Terminated(KeyboardInterrupt):

@@ -3,12 +3,14 @@
     BatchSource --batch n--> micro-batches: forward, loss, backward -> clip -> optimizer -> Publisher --weights n+1-->
                                                                                  |
                                                                                  +-> Monitor (metrics of step n)
+                                                                                 +-> Keeper (journal, checkpoints)
 
     consumes            waits for                                   unblocked by
     batch n (rank 0)    rollouts/step_n complete (SFT: its data)    the orchestrator's BatchWriter
     batch n (others)    the word of rank 0 that it is there         rank 0; all read it and deal it out alike
     weights n           nothing, its ranks hold them                its own step n - 1
     weights n - 1       their files, before it writes weights n     `publish.background`
+    update of step n    the copy of the state, where it is saved    `checkpoints.copies`
 
 RL and SFT differ in the batch source, the loss and the publisher that they pass in.
 """
@@ -27,11 +29,12 @@ from prime_rl import activity
 from prime_rl.data.balance import CostModel
 from prime_rl.data.packing import deal
 from prime_rl.data.samples import MicroBatch, TrainingBatch
-from prime_rl.errors import DataError, PrimeRLError
+from prime_rl.errors import DataError, NotFinite
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import Monitor
 from prime_rl.trainer import diagnosis
 from prime_rl.trainer.agreement import check_same_batch
+from prime_rl.trainer.checkpoints.keeper import KEEPS_NOTHING, Keeper
 from prime_rl.trainer.garbage import controlled_garbage
 from prime_rl.trainer.metrics import MetricSums
 from prime_rl.trainer.model.build import TrainedModel
@@ -46,6 +49,7 @@ STUCK_S: Final = 3600.0
 """A trainer that is at one micro-batch for longer hangs. The first of a run may compile the model."""
 
 _BATCH: Final = "batch"
+_BATCH_TO_KEEP: Final = "batch, then a recovery checkpoint"
 _CATCH_UP: Final = "catch up"
 """What rank 0 tells the others: the next batch is there; weights are published once more."""
 
@@ -57,6 +61,9 @@ class LoopOptions:
     """How long to run, with whom, and what to accept."""
 
     max_steps: int | None
+    first_step: int = 0
+    num_skipped: int = 0
+    """In a row, before the first step, of those whose update was left out."""
     max_row_tokens: int
     """Longest micro-batch that the trainer accepts, and makes."""
     row_cost: CostModel
@@ -66,6 +73,7 @@ class LoopOptions:
     """In a row, whose update may be left out because the loss or the gradient is not finite."""
     ranks: Ranks = ALONE
     profile: StepProfile = NO_PROFILE
+    keeper: Keeper = KEEPS_NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,32 +110,37 @@ class Trainer:
         self._meter = meter
         self._options = options
         self._ranks = options.ranks
-        self.num_skipped = 0
+        self._keeper = options.keeper
+        self.num_skipped = options.num_skipped
         """Steps in a row, up to now, whose update was left out. The same on all ranks, and part of a checkpoint."""
+        self._keeping_s = 0.0
+        """How long a checkpoint behind the last step has held up the next."""
 
     def run(self) -> None:
-        """Train from step 0.
+        """Train from the first step on.
 
         Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError for a batch
-        that does not fit the model, or is not the same on all ranks; PrimeRLError for a loss or gradient that is not
-        finite in too many steps; ArtifactError for weights that cannot be written.
+        that does not fit the model, or is not the same on all ranks; NotFinite for a loss or gradient that is not
+        finite in too many steps; ArtifactError for weights or a checkpoint that cannot be written.
         """
-        max_steps = self._options.max_steps
+        first, max_steps = self._options.first_step, self._options.max_steps
         with controlled_garbage() as after_step:
-            for step in itertools.count() if max_steps is None else range(max_steps):
+            for step in itertools.count(first) if max_steps is None else range(first, max_steps):
                 with self._options.profile.step(step):
                     self._step(step)
                 after_step(step)
         self._publisher.finish()
+        self._keeper.finish()
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
-        batch = self._next_batch(step)
+        batch, is_recovery_due = self._next_batch(step)
         self._check_fit(batch)
         received = time.perf_counter()
         with activity.doing(f"training step {step}", deadline_s=STUCK_S):
             metrics = self._train(step, batch)
             trained = self._meter.finished()
+        metrics |= self._keeper.consumed(batch)
         time.sleep(max(0.0, self._options.min_step_time_s - (trained - received)))
         before_publish = time.perf_counter()
         with activity.doing(f"publishing weights {step + 1}"):
@@ -143,20 +156,29 @@ class Trainer:
             "progress/loss_tokens": batch.num_loss_tokens,
             "progress/sequences": batch.num_sequences,
         }
+        if self._keeping_s:
+            metrics["time/checkpoint"] = self._keeping_s
         self._log(step, metrics)
         _logger.info(format_step(step, metrics))
+        # After the row: who goes on from this checkpoint has all rows before it.
+        with activity.doing(f"saving the state after step {step}"):
+            is_saved = self._keeper.step_done(step + 1, is_recovery_due=is_recovery_due, num_skipped=self.num_skipped)
+        self._keeping_s = time.perf_counter() - end if is_saved else 0.0
 
-    def _next_batch(self, step: int) -> TrainingBatch:
+    def _next_batch(self, step: int) -> tuple[TrainingBatch, bool]:
+        """The batch, and whether a recovery checkpoint is to follow its step."""
         if self._ranks.is_leader:
             self._batches.wait(step, self._idle)
-            self._ranks.tell(_BATCH)
+            word = _BATCH_TO_KEEP if self._keeper.wants_recovery() else _BATCH
+            self._ranks.tell(word)
         else:
-            while (word := self._ranks.hear()) != _BATCH:
+            while (word := self._ranks.hear()) not in (_BATCH, _BATCH_TO_KEEP):
                 assert word == _CATCH_UP, word
                 self._publisher.catch_up()
         batch = self._batches.next(step)
         check_same_batch(batch, self._ranks)
-        return batch
+        self._keeper.received(step)
+        return batch, word == _BATCH_TO_KEEP
 
     def _idle(self) -> None:
         if self._publisher.idle():
@@ -199,13 +221,14 @@ class Trainer:
             self._warn(diagnosis.of_zero_gradient(batch, metrics))
         if (warning := diagnosis.of_entropy(step, metrics)) is not None:
             self._warn(warning)
+        self._keeper.before_update()
         return metrics | {"optim/skipped": 0.0, "optim/lr": self._optimizer.apply(step)}
 
     def _skip(self, step: int, losses: Sequence[float], metrics: Mapping[str, float]) -> dict[str, float]:
         """Leave out the update of a step whose loss or gradient is not finite, and count it.
 
         All ranks look, each at its slices, and decide and say the same.
-        Raises: PrimeRLError where the weights are not finite either, or it is one such step in a row too many.
+        Raises: NotFinite where the weights are not finite either, or it is one such step in a row too many.
         """
         parameters = self._model.parameters
         own = (
@@ -227,7 +250,7 @@ class Trainer:
         )
         if weight is not None or self.num_skipped > limit:
             self._log(step, {**metrics, **skipped})
-            raise PrimeRLError(reason)
+            raise NotFinite(reason)
         self._warn(reason)
         self._optimizer.drop_gradients()
         return skipped

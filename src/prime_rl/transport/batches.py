@@ -108,6 +108,20 @@ def read_state(directory: Path) -> bytes | None:
     return read_verified(directory, STATE) if STATE in read_manifest(directory).files else None
 
 
+def remove_batch(directory: Path) -> None:
+    """Remove a recorded batch and the state beside it, which nobody needs any more; its readable rollouts stay.
+
+    The marker goes first, so that nobody takes what is left for a batch. Where the disk refuses, a warning says so.
+    """
+    try:
+        for name in (MARKER, _FILE, STATE):
+            (directory / name).unlink(missing_ok=True)
+        if not any(directory.iterdir()):
+            directory.rmdir()
+    except OSError as error:
+        _logger.warning("The batch in %s cannot be removed: %s", directory, error)
+
+
 def digest_of(batch: TrainingBatch) -> str:
     """What identifies a batch wherever it is: the digest (XXH3-128, hex) that its file has in the marker."""
     return xxhash.xxh3_128_hexdigest(encode(batch))

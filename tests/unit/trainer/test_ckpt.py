@@ -5,7 +5,7 @@ from prime_rl.config.trainer import AdamWConfig
 from prime_rl.errors import ArtifactError
 from prime_rl.models.decoder import DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors
-from prime_rl.trainer.ckpt import load_state, save_state
+from prime_rl.trainer.ckpt import load_state, save_state, state_of
 from prime_rl.trainer.model.precision import ComputeModel
 from prime_rl.trainer.model.scoring import Scorer
 from prime_rl.trainer.optim.optimizer import build_optimizer
@@ -27,7 +27,7 @@ def step(compute: ComputeModel, optimizer, number: int) -> None:
 def test_what_was_saved_goes_on_as_if_it_had_never_ended(decoder, tmp_path):
     ours, optimizer = training(decoder.config, seed=1)
     step(ours, optimizer, 0)
-    save_state(tmp_path / "state", ours, optimizer)
+    save_state(tmp_path / "state", state_of(ours, optimizer))
     step(ours, optimizer, 1)
     theirs, other = training(decoder.config, seed=2)
     load_state(tmp_path / "state", theirs, other)
@@ -38,7 +38,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_ended(decoder, tmp_path):
 
 
 def test_the_state_of_another_model_is_refused(decoder, tmp_path):
-    save_state(tmp_path / "state", *training(decoder.config, seed=1))
+    save_state(tmp_path / "state", state_of(*training(decoder.config, seed=1)))
     wider = DecoderConfig(
         **{name: getattr(decoder.config, name) for name in DecoderConfig.__dataclass_fields__} | {"vocab_size": 301}
     )

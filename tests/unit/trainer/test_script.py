@@ -205,7 +205,7 @@ def test_a_used_directory_is_refused_or_cleaned(tmp_path, monkeypatch, flags, is
     old.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("prime_rl.trainer.script.begin", lambda name, config: started.append(name))
-    ended = pytest.raises(SystemExit, match="delete that run with --clean") if is_refused else nullcontext()
+    ended = pytest.raises(SystemExit, match=r"delete it with --clean") if is_refused else nullcontext()
     with ended:
         main("sft", SFTConfig, lambda config: started.append(config.max_steps), [*flags, "--max-steps", "1"])
     assert old.exists() == is_left

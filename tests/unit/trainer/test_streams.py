@@ -104,6 +104,12 @@ class Made:
             raise DataError("row 17 is malformed")
         return self.make_batch(step, seed=step)
 
+    def position(self) -> bytes:
+        return b"%d" % len(self.steps)
+
+    def seek(self, position: bytes) -> None:
+        self.steps = [-1] * int(position)
+
 
 def test_the_next_batch_is_made_while_the_last_is_trained_on(make_batch):
     made = Made(make_batch)

@@ -10,7 +10,8 @@ and a server                          modules
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from prime_rl.config.trainer import LoRAConfig, SFTConfig, TrainerConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
+from prime_rl.journal import Journal
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.model.adapters import adapter_config, tied_embedding
 from prime_rl.trainer.model.build import TrainedModel
@@ -23,12 +24,12 @@ from prime_rl.trainer.publish.publishers import (
     Following,
     Leading,
     Publisher,
-    Retention,
     WeightPublisher,
     merged_tensors,
 )
+from prime_rl.trainer.publish.retention import Retention
 from prime_rl.trainer.ranks import Ranks
-from prime_rl.transport.manifest import remove_drafts
+from prime_rl.transport.manifest import latest_step, remove_drafts
 from prime_rl.transport.nccl import NcclSender
 
 
@@ -39,12 +40,13 @@ def build_publisher(
     ranks: Ranks,
     assets: Path,
     tokenizer: Path,
-    keep_last: int | None,
+    retention: Retention,
+    journal: Journal,
     stack: ExitStack,
 ) -> Publisher:
     """On every rank. `assets`: the model's directory; `tokenizer`: that which the batches were made with.
 
-    `keep_last`: see Retention. What is opened is closed by `stack`.
+    What is opened is closed by `stack`.
     """
     stored = StoredTensors(model.stored, DTYPES[config.model.optimization_dtype], ranks)
     if not ranks.is_leader:
@@ -52,12 +54,6 @@ def build_publisher(
     paths = RunPaths(config.output_dir)
     for root in (paths.weights, paths.merged):
         remove_drafts(root)
-    retention = Retention(
-        root=paths.weights,
-        max_steps=None if config.bench else config.max_steps,  # the last step of a benchmark is like the others
-        interval=config.weights.interval,
-        keep_last=keep_last,
-    )
     writer = stack.enter_context(closing(BackgroundWriter(while_waiting=stored.wait)))
     publisher: Publisher
     if config.model.lora is None:
@@ -68,10 +64,11 @@ def build_publisher(
             assets=assets,
             tokenizer=tokenizer,
             num_layers=config.model.debug.num_layers,
+            journal=journal,
         )
         publisher = _over_nccl(config, stored, files, ranks, stack) or files
     else:
-        publisher = _of_adapter(config, config.model.lora, model, stored, writer, retention, assets, tokenizer)
+        publisher = _of_adapter(config, model, stored, writer, retention, assets, tokenizer, journal)
     return publisher if ranks.control is None else Leading(publisher, stored)
 
 
@@ -96,17 +93,19 @@ def _over_nccl(
 
 def _of_adapter(
     config: TrainerConfig | SFTConfig,
-    lora: LoRAConfig,
     model: TrainedModel,
     stored: StoredTensors,
     writer: BackgroundWriter,
     retention: Retention,
     assets: Path,
     tokenizer: Path,
+    journal: Journal,
 ) -> Publisher:
+    lora = config.model.lora
+    assert lora is not None
     adapter = adapter_config(model.model, lora)
 
-    def merged_at(where: Retention) -> WeightPublisher:
+    def merged_at(where: Retention, journal: Journal | None = None) -> WeightPublisher:
         return WeightPublisher(
             tensors=lambda: merged_tensors(stored, adapter),
             writer=writer,
@@ -114,16 +113,18 @@ def _of_adapter(
             assets=assets,
             tokenizer=tokenizer,
             num_layers=config.model.debug.num_layers,
+            journal=journal,
         )
 
     if adapter.modules_to_save and retention.keep_last is not None:
-        return merged_at(retention)
+        return merged_at(retention, journal)
     name = Path(config.model.name)
     milestones = Retention(
         root=RunPaths(config.output_dir).merged,
         max_steps=retention.max_steps,
         interval=retention.interval,
         keep_last=None,
+        published_before=latest_step(RunPaths(config.output_dir).merged) or 0,
     )
     return AdapterPublisher(
         stored=stored,
@@ -132,4 +133,5 @@ def _of_adapter(
         tied_embedding=tied_embedding(model.model),
         retention=retention,
         merged=merged_at(milestones) if lora.merge else None,
+        journal=journal,
     )

@@ -1,22 +1,24 @@
-"""Which weights are published after a step, how, and which older ones nobody can need any more."""
+"""How weights are published after a step; which of them, and which older ones go, says `retention`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from prime_rl.errors import DeadlineExceeded, InferenceError
+from prime_rl.journal import Journal
 from prime_rl.logs import get_logger
-from prime_rl.models.lora import AdapterConfig, Factors, merge
+from prime_rl.models.lora import AdapterConfig, Factors, adapter_tensors, merge
 from prime_rl.paths import step_dir
 from prime_rl.trainer.model.adapters import HEAD
 from prime_rl.trainer.publish.background import BackgroundWriter, Snapshot
 from prime_rl.trainer.publish.gathering import StoredTensors
+from prime_rl.trainer.publish.retention import Retention, tell_difference
 from prime_rl.transport import broadcasts
-from prime_rl.transport.manifest import complete_steps, remove_dir
+from prime_rl.transport.checksum import Tally, combined, entries
+from prime_rl.transport.manifest import read_manifest
 from prime_rl.transport.nccl import Sender
 from prime_rl.transport.weights import publish_adapter, publish_weights, published
 
@@ -41,6 +43,9 @@ class Publisher(Protocol):
     def catch_up(self) -> None:
         """Publish once more what was published last, as it must be now. All ranks at once."""
 
+    def publish_again(self, step: int) -> None:
+        """Publish the weights that a run goes on with, as files, where these are not there. All ranks at once."""
+
     def finish(self) -> None:
         """Wait until all that was published is there. All ranks at once, after the last step."""
 
@@ -54,6 +59,10 @@ class Leading:
 
     def publish(self, step: int) -> None:
         self._publisher.publish(step)
+        self._stored.end()
+
+    def publish_again(self, step: int) -> None:
+        self._publisher.publish_again(step)
         self._stored.end()
 
     def idle(self) -> bool:
@@ -77,6 +86,9 @@ class Following:
     def publish(self, step: int) -> None:
         self._stored.follow()
 
+    def publish_again(self, step: int) -> None:
+        self._stored.follow()
+
     def idle(self) -> bool:
         raise AssertionError("only rank 0 waits for batches")
 
@@ -85,49 +97,6 @@ class Following:
 
     def finish(self) -> None:
         self._stored.follow()
-
-
-def removable(steps: list[int], *, latest: int, keep_last: int, interval: int | None) -> list[int]:
-    """Of the published `steps`, those outside the last `keep_last` that are no multiple of `interval`.
-
-    Example: removable([1, 2, 3, 4, 5], latest=5, keep_last=2, interval=2) == [1, 3]
-    """
-    old = [step for step in steps if step <= latest - keep_last]
-    return [step for step in old if interval is None or step % interval]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """Which steps are published under `root`, and which stay.
-
-    For RL (`keep_last` set) every step is published, because inference waits for it, and older ones are
-    removed. For SFT (`keep_last` None) only multiples of `interval` and the last step are.
-    """
-
-    root: Path
-    max_steps: int | None
-    interval: int | None
-    keep_last: int | None
-
-    def is_last(self, step: int) -> bool:
-        """Whether training ends with this step."""
-        return step == self.max_steps
-
-    def stays(self, step: int) -> bool:
-        """Whether the weights of this step are to stay on disk."""
-        return self.is_last(step) or (self.interval is not None and step % self.interval == 0)
-
-    def is_wanted(self, step: int) -> bool:
-        """Whether they are published at all."""
-        return self.keep_last is not None or self.stays(step)
-
-    def remove_old(self, latest: int) -> None:
-        """Remove what nobody can need any more once `latest` is published."""
-        if self.keep_last is None:
-            return
-        steps = complete_steps(self.root)
-        for step in removable(steps, latest=latest, keep_last=self.keep_last, interval=self.interval):
-            remove_dir(step_dir(self.root, step))
 
 
 class WeightPublisher:
@@ -145,6 +114,7 @@ class WeightPublisher:
         assets: Path,
         tokenizer: Path,
         num_layers: int | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`tensors`: all of the model as it is now, whole, one after the other, those on the CPU as copies.
 
@@ -156,12 +126,37 @@ class WeightPublisher:
         self._assets = assets
         self._tokenizer = tokenizer
         self._num_layers = num_layers
+        self._journal = journal
 
     def publish(self, step: int) -> None:
         """Raises: ArtifactError when these weights, or those before, cannot be written."""
-        if self._retention.is_wanted(step):
+        if not self._retention.is_wanted(step):
+            return
+        if step <= self._retention.published_before:
+            self.compare(step)
+            return
+        self.note("weights_begun", step)
+        name = str(step_dir(self._retention.root, step))
+        self._writer.start(name, self._tensors(), lambda snapshot: self._write(step, snapshot))
+
+    def publish_again(self, step: int) -> None:
+        """Raises: as `publish`."""
+        if not self._retention.is_there(step) and self._retention.is_wanted(step):
             name = str(step_dir(self._retention.root, step))
             self._writer.start(name, self._tensors(), lambda snapshot: self._write(step, snapshot))
+
+    def note(self, event: str, step: int, **facts: str) -> None:
+        """In the journal, if there is one."""
+        if self._journal is not None:
+            self._journal.note(event, step=step, **facts)
+
+    def compare(self, step: int) -> None:
+        """Warn where the weights of a step that was trained again are not those that were published before."""
+        if self._retention.is_there(step):
+            tally = Tally()
+            for name, tensor in self._tensors():
+                tally.add(name, tensor)
+            tell_difference(self._retention.root, step, combined(tally.entries()))
 
     @property
     def retention(self) -> Retention:
@@ -181,7 +176,7 @@ class WeightPublisher:
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
         """In the writer's thread."""
-        publish_weights(
+        directory = publish_weights(
             snapshot,
             step=step,
             weights_dir=self._retention.root,
@@ -191,6 +186,7 @@ class WeightPublisher:
             durable=self._retention.stays(step),
             tally=snapshot.tally,
         )
+        _note_published(self._journal, step, directory)
         self._retention.remove_old(step)
 
 
@@ -209,8 +205,10 @@ class AdapterPublisher:
         tied_embedding: str,
         retention: Retention,
         merged: WeightPublisher | None,
+        journal: Journal | None = None,
     ) -> None:
         """`tied_embedding`: see `trainer.model.adapters`."""
+        self._journal = journal
         self._stored = stored
         self._config = config
         self._base_model = base_model
@@ -222,9 +220,28 @@ class AdapterPublisher:
         """Raises: ArtifactError when the adapter cannot be written, or a merged model before."""
         if not self._retention.is_wanted(step):
             return
+        if step > self._retention.published_before:
+            if self._journal is not None:
+                self._journal.note("weights_begun", step=step)
+            self._write(step, *self._gathered())
+        elif self._retention.is_there(step):
+            tell_difference(self._retention.root, step, combined(entries(adapter_tensors(*self._gathered()))))
+        if self._merged is not None and self._merged.retention.stays(step):
+            self._merged.publish(step)
+        self._retention.remove_old(step)
+
+    def publish_again(self, step: int) -> None:
+        """Raises: as `publish`."""
+        if self._retention.is_wanted(step) and not self._retention.is_there(step):
+            self._write(step, *self._gathered())
+
+    def _gathered(self) -> tuple[Factors, dict[str, Tensor]]:
         factors, saved = gather_adapter(self._stored, self._config)
         if HEAD in self._config.modules_to_save and self._tied_embedding:
             saved[f"{HEAD}.weight"] = saved[self._tied_embedding]
+        return factors, saved
+
+    def _write(self, step: int, factors: Factors, saved: dict[str, Tensor]) -> None:
         directory = publish_adapter(
             self._config,
             factors,
@@ -234,10 +251,7 @@ class AdapterPublisher:
             saved=saved,
             durable=self._retention.stays(step),
         )
-        _logger.debug("Published %s", directory)
-        if self._merged is not None and self._merged.retention.stays(step):
-            self._merged.publish(step)
-        self._retention.remove_old(step)
+        _note_published(self._journal, step, directory)
 
     def idle(self) -> bool:
         return self._merged is not None and self._merged.idle()
@@ -248,6 +262,13 @@ class AdapterPublisher:
     def finish(self) -> None:
         if self._merged is not None:
             self._merged.finish()
+
+
+def _note_published(journal: Journal | None, step: int, directory: Path) -> None:
+    _logger.debug("Published %s", directory)
+    weights = read_manifest(directory).weights
+    if journal is not None and weights is not None:
+        journal.note("weights_published", step=step, digest=weights.digest)
 
 
 def gather_adapter(stored: StoredTensors, config: AdapterConfig) -> tuple[Factors, dict[str, Tensor]]:
@@ -298,6 +319,9 @@ class BroadcastPublisher:
         """Raises: DeadlineExceeded when the orchestrator does not react, ArtifactError when the disk refuses."""
         self._files.idle()
         retention = self._files.retention
+        if step <= retention.published_before:
+            self._files.publish(step)
+            return
         is_sent = not retention.is_last(step) and self._is_connected() and self._is_sent(step)
         if not is_sent:
             self._leave_if_given_up(step)
@@ -305,6 +329,10 @@ class BroadcastPublisher:
         self._sent = None if is_written else step
         if is_written:
             self._files.publish(step)
+
+    def publish_again(self, step: int) -> None:
+        """Raises: ArtifactError when the disk refuses."""
+        self._files.publish_again(step)
 
     def idle(self) -> bool:
         """Raises: ArtifactError when the disk refuses."""
@@ -327,11 +355,15 @@ class BroadcastPublisher:
         return not self._is_over() and self._trying(lambda: self._sender.open(self._is_over))
 
     def _is_sent(self, step: int) -> bool:
-        broadcasts.announce(self._root, step, published("nccl", self._stored.checksums()))
+        announced = published("nccl", self._stored.checksums())
+        broadcasts.announce(self._root, step, announced)
         if not broadcasts.wait_until_ready(self._root, step, timeout=self._timeout):
             return False
         with closing(self._stored.gathering()) as tensors:  # a send that was given up may still ask for more
-            return self._trying(lambda: self._sender.send(tensors, self._is_over))
+            is_sent = self._trying(lambda: self._sender.send(tensors, self._is_over))
+        if is_sent:
+            self._files.note("weights_published", step, digest=announced.digest)
+        return is_sent
 
     def _trying(self, call: Callable[[], None]) -> bool:
         """Whether the call succeeded and NCCL is still in use."""

@@ -3,6 +3,7 @@
 import math
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from prime_rl.config.trainer import FakeDataConfig
 from prime_rl.data.packing import build_batch
 from prime_rl.data.samples import NOT_SAMPLED, TrainingBatch, TrainingSample
-from prime_rl.errors import DataError, DeadlineExceeded
+from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
 from prime_rl.transport.batches import BatchReader
+from prime_rl.transport.manifest import complete_steps, latest_step
 
 SEEN_WITHIN_S: Final = 120.0
 """An NFS client may believe for 60 seconds that a new directory is not there (acdirmax)."""
@@ -56,6 +58,36 @@ class RolloutBatches:
                 "orchestrator ask a teacher for every sample"
             )
         return batch
+
+
+class ReplayedBatches:
+    """The batches that a run has recorded, without an orchestrator that makes more."""
+
+    def __init__(self, root: Path, *, seen_within: float = SEEN_WITHIN_S, teacher_tau: float = 0.0) -> None:
+        """`root`: `rollouts` of that run. For the others see RolloutBatches."""
+        self._root = root
+        self._batches = RolloutBatches(BatchReader(root), timeout=0.0, seen_within=seen_within, teacher_tau=teacher_tau)
+
+    def num_steps(self, max_steps: int | None) -> int:
+        """Steps until the last batch that is there, or `max_steps`. Raises: ArtifactError where there is none."""
+        last = latest_step(self._root)
+        if last is None:
+            raise ArtifactError(f"{self._root} holds no recorded batch; replay names the `rollouts` of a run")
+        return last + 1 if max_steps is None else min(last + 1, max_steps)
+
+    def wait(self, step: int, idle: Callable[[], None]) -> None:
+        """Waits for nobody. Raises: ArtifactError when the batch is not there."""
+        steps = complete_steps(self._root)
+        if step not in steps:
+            raise ArtifactError(
+                f"batch {step} is not among those recorded in {self._root}, of which the first is {steps[0]}: a run "
+                "keeps them since its newest checkpoint, or all with keep_batches; to begin later, resume from a "
+                "checkpoint (ckpt.output_dir, ckpt.resume_step)"
+            )
+
+    def next(self, step: int) -> TrainingBatch:
+        """Raises: as RolloutBatches."""
+        return self._batches.next(step)
 
 
 class FakeBatches:

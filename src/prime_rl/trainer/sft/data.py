@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import datasets
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -148,36 +149,58 @@ def _messages(row: Row, key: str, role_of_string: str | None) -> list[Mapping[st
 Render = Callable[[Row], RenderedChat]
 
 
+class Place(msgspec.Struct, kw_only=True):
+    """How far a stream of examples is."""
+
+    epoch: int = 0
+    index: int = 0
+    """Rows of this epoch, in its order, that were taken; of examples that are made up, how many were made."""
+    num_long: int = 0
+    num_unmasked: int = 0
+    """Of these, those that were skipped."""
+    num_rows: int = 0
+    """Of the data set."""
+
+
 class Examples:
     """The examples of a data set that can be trained on, epoch after epoch; the same seed gives the same order."""
 
     def __init__(self, rows: Sequence[Row], render: Render, config: SFTDataConfig) -> None:
+        self.place = Place(num_rows=len(rows))
         self._rows = rows
         self._render = render
         self._config = config
         self._rendered: dict[int, RenderedChat] = {}
 
     def __iter__(self) -> Iterator[RenderedChat]:
-        """Endless.
+        """Endless, from `place` on.
 
         Raises: DataError naming a row that is malformed, or saying that no row at all can be trained on.
         """
-        epoch = 0
         while True:
             order = np.arange(len(self._rows))
             if self._config.shuffle:
-                np.random.default_rng([self._config.seed, epoch]).shuffle(order)
-            num_long = num_unmasked = 0
-            for index in order.tolist():
+                np.random.default_rng([self._config.seed, self.place.epoch]).shuffle(order)
+            for index in order[self.place.index :].tolist():
+                self.place.index += 1
                 example = self._example(index)
                 if len(example.token_ids) > self._config.seq_len:
-                    num_long += 1
+                    self.place.num_long += 1
                 elif not example.loss_mask.any():
-                    num_unmasked += 1
+                    self.place.num_unmasked += 1
                 else:
                     yield example
-            self._report_epoch(epoch, num_long, num_unmasked)
-            epoch += 1
+            self._report_epoch(self.place)
+            self.place = Place(epoch=self.place.epoch + 1, num_rows=len(self._rows))
+
+    def seek(self, place: Place) -> None:
+        """Go on from `place`; before the first example. Raises: DataError where it is one of other data."""
+        if place.num_rows != len(self._rows):
+            raise DataError(
+                f"{self._config.name} has {len(self._rows)} rows, and had {place.num_rows} when the checkpoint was "
+                "written: give the same data, or start them anew with ckpt.skip_dataloader"
+            )
+        self.place = place
 
     def _example(self, index: int) -> RenderedChat:
         """Rendered once and kept: 5 bytes a token."""
@@ -189,41 +212,68 @@ class Examples:
                 raise error if row.where in str(error) else DataError(f"{row.where}: {error}") from error
         return self._rendered[index]
 
-    def _report_epoch(self, epoch: int, num_long: int, num_unmasked: int) -> None:
-        used = len(self._rows) - num_long - num_unmasked
+    def _report_epoch(self, done: Place) -> None:
+        used = len(self._rows) - done.num_long - done.num_unmasked
         seq_len = self._config.seq_len
-        skipped = f"{num_long} are longer than seq_len = {seq_len}, {num_unmasked} have nothing to train on"
+        skipped = f"{done.num_long} are longer than seq_len = {seq_len}, {done.num_unmasked} have nothing to train on"
         if used == 0:
             raise DataError(f"none of the {len(self._rows)} rows of {self._config.name} can be trained on: {skipped}")
-        if epoch == 0 and used < len(self._rows):
+        if done.epoch == 0 and used < len(self._rows):
             _logger.warning("Skipped %d of %d rows: %s", len(self._rows) - used, len(self._rows), skipped)
-        _logger.debug("Epoch %d is done: %d examples", epoch, used)
+        _logger.debug("Epoch %d is done: %d examples", done.epoch, used)
 
 
-def fake_examples(config: SFTFakeDataConfig, *, vocab_size: int, seed: int) -> Iterator[RenderedChat]:
-    """Endless made-up examples, to run or measure the trainer alone; all but their first token is trained on."""
-    rng = np.random.default_rng(seed)
-    while True:
-        length = config.seq_len
-        if config.length == "variable":
-            length = int(rng.integers(2, config.seq_len, endpoint=True))
-        if config.input_ids == "increasing":
-            token_ids = np.arange(length, dtype=np.int32) % vocab_size
+class FakeExamples:
+    """Made-up examples, to run or measure the trainer alone; all but their first token is trained on."""
+
+    def __init__(self, config: SFTFakeDataConfig, *, vocab_size: int, seed: int) -> None:
+        self.place = Place()
+        self._config = config
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[RenderedChat]:
+        """Endless."""
+        while True:
+            self.place.index += 1
+            yield self._made()
+
+    def seek(self, place: Place) -> None:
+        """Go on from `place`; before the first example."""
+        for _ in range(place.index):
+            self._made()
+        self.place = place
+
+    def _made(self) -> RenderedChat:
+        length = self._config.seq_len
+        if self._config.length == "variable":
+            length = int(self._rng.integers(2, self._config.seq_len, endpoint=True))
+        if self._config.input_ids == "increasing":
+            token_ids = np.arange(length, dtype=np.int32) % self._vocab_size
         else:
-            token_ids = rng.integers(0, vocab_size, length, dtype=np.int32)
-        yield RenderedChat(token_ids=token_ids, loss_mask=np.arange(length) > 0)
+            token_ids = self._rng.integers(0, self._vocab_size, length, dtype=np.int32)
+        return RenderedChat(token_ids=token_ids, loss_mask=np.arange(length) > 0)
+
+
+class _Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where PackedExamples are, as bytes of a checkpoint."""
+
+    place: Place
+    carried: list[tuple[bytes, bytes]]
+    """Token ids (int32, little-endian) and loss mask of the examples that found no room yet."""
 
 
 class PackedExamples:
     """Endless batches of `batch_size` packed rows of `seq_len` tokens."""
 
-    def __init__(self, examples: Iterable[RenderedChat], config: AnySFTDataConfig, *, micro_batch_tokens: int) -> None:
+    def __init__(self, examples: Examples | FakeExamples, config: AnySFTDataConfig, *, micro_batch_tokens: int) -> None:
         """`examples` are endless and none is longer than `seq_len`.
 
         `micro_batch_tokens`: where the configuration does not say how many, as many rows make a micro-batch as fit into
         this many tokens, and at least one.
         """
-        self._examples = iter(examples)
+        self._examples = examples
+        self._stream = iter(examples)
         self._config = config
         self._rows_per_micro_batch = config.micro_batch_size or max(1, micro_batch_tokens // config.seq_len)
         self._carry: list[RenderedChat] = []
@@ -250,6 +300,23 @@ class PackedExamples:
             max_version=NOT_SAMPLED,
         )
 
+    def position(self) -> bytes:
+        """Behind the batch that was made last."""
+        carried = [(one.token_ids.astype("<i4").tobytes(), one.loss_mask.tobytes()) for one in self._carry]
+        return msgspec.msgpack.encode(_Position(place=self._examples.place, carried=carried))
+
+    def seek(self, position: bytes) -> None:
+        """Go on from there; before the first batch. Raises: DataError where it is of other data."""
+        try:
+            found = msgspec.msgpack.decode(position, type=_Position)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"the checkpoint does not say where in its data sft was: {error}") from error
+        self._examples.seek(found.place)
+        self._carry = [
+            RenderedChat(token_ids=np.frombuffer(tokens, "<i4"), loss_mask=np.frombuffer(mask, np.bool_))
+            for tokens, mask in found.carried
+        ]
+
     def _pack_rows(self) -> list[list[RenderedChat]]:
         """Fill `batch_size` rows first-fit until as many examples found no room, and carry those over."""
         num_rows = self._config.batch_size
@@ -257,7 +324,7 @@ class PackedExamples:
         room = [self._config.seq_len] * num_rows
         waiting, self._carry = self._carry, []
         while len(self._carry) < num_rows and any(room):
-            example = waiting.pop(0) if waiting else next(self._examples)
+            example = waiting.pop(0) if waiting else next(self._stream)
             length = len(example.token_ids)
             target = next((number for number, free in enumerate(room) if free >= length), None)
             if target is None:

@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import DeadlineExceeded, InferenceError
+from prime_rl.journal import Journal
 from prime_rl.models.hf import load_decoder
 from prime_rl.models.lora import is_adapter
+from prime_rl.paths import RunPaths
+from prime_rl.trainer.checkpoints.build import build_rules
 from prime_rl.trainer.model.adapters import add_adapters, initial_adapter_tensors
 from prime_rl.trainer.model.build import build_model
 from prime_rl.trainer.model.precision import ComputeModel
@@ -32,9 +35,9 @@ from prime_rl.trainer.publish.publishers import (
     Following,
     Leading,
     Publisher,
-    Retention,
     WeightPublisher,
 )
+from prime_rl.trainer.publish.retention import Retention
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.checksum import combined, entries
 from prime_rl.transport.manifest import complete_steps, read_manifest
@@ -149,9 +152,15 @@ def published(settings, model, model_dir, keep_last=3) -> Publisher:
         ranks=ALONE,
         assets=model_dir,
         tokenizer=model_dir,
-        keep_last=keep_last,
+        retention=retention(settings, keep_last),
+        journal=Journal(RunPaths(settings.output_dir).journal, "trainer"),
         stack=ExitStack(),
     )
+
+
+def retention(settings, keep_last) -> Retention:
+    rules = build_rules(settings, max_steps=settings.max_steps, keep_last=keep_last, level=1, recorded=None)
+    return rules.weights
 
 
 @pytest.mark.parametrize(
@@ -236,10 +245,17 @@ def publish_to_a_slow_disk(ranks, root, model_dir):
     )
     model = build_model(config.model, model_dir, ranks, seed=0)
     write = publishers.publish_weights
-    publishers.publish_weights = lambda *args, **options: (time.sleep(5), write(*args, **options))
+    publishers.publish_weights = lambda *args, **options: (time.sleep(5), write(*args, **options))[1]
     with ExitStack() as stack:
         publisher = build_publisher(
-            config, model=model, ranks=ranks, assets=model_dir, tokenizer=model_dir, keep_last=None, stack=stack
+            config,
+            model=model,
+            ranks=ranks,
+            assets=model_dir,
+            tokenizer=model_dir,
+            retention=retention(config, None),
+            journal=Journal(root / "journal.jsonl", "trainer"),
+            stack=stack,
         )
         for step in (1, 2):
             publisher.publish(step)

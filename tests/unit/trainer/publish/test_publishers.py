@@ -26,11 +26,10 @@ from prime_rl.trainer.publish.gathering import StoredTensors
 from prime_rl.trainer.publish.publishers import (
     AdapterPublisher,
     BroadcastPublisher,
-    Retention,
     WeightPublisher,
     merged_tensors,
-    removable,
 )
+from prime_rl.trainer.publish.retention import Retention, removable
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.broadcasts import fall_back, fallback_reason, finish, ready_file
 from prime_rl.transport.checksum import checksum, entries

@@ -10,7 +10,7 @@ from prime_rl.config.trainer import SFTDataConfig, SFTFakeDataConfig
 from prime_rl.data.rendering import RenderedChat
 from prime_rl.data.samples import NOT_SAMPLED
 from prime_rl.errors import DataError
-from prime_rl.trainer.sft.data import Examples, PackedExamples, Row, conversation, fake_examples, load_rows, tools
+from prime_rl.trainer.sft.data import Examples, FakeExamples, PackedExamples, Row, conversation, load_rows, tools
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -242,7 +242,7 @@ def test_an_error_of_rendering_names_the_row():
 
 def fake(count: int, *, seed: int = 0, vocab_size: int = 50, **fields) -> list[RenderedChat]:
     config = SFTFakeDataConfig.model_validate({"seq_len": 64} | fields)
-    return list(itertools.islice(fake_examples(config, vocab_size=vocab_size, seed=seed), count))
+    return list(itertools.islice(FakeExamples(config, vocab_size=vocab_size, seed=seed), count))
 
 
 def test_made_up_examples_of_fixed_length_fill_their_row_with_increasing_tokens():
@@ -268,7 +268,7 @@ def test_random_tokens_are_of_the_vocabulary_and_of_the_seed():
 
 def test_made_up_examples_are_packed_as_others_are():
     config = SFTFakeDataConfig(batch_size=4, seq_len=64, length="variable")
-    source = PackedExamples(fake_examples(config, vocab_size=50, seed=0), config, micro_batch_tokens=128)
+    source = PackedExamples(FakeExamples(config, vocab_size=50, seed=0), config, micro_batch_tokens=128)
     batches = [source.next(step) for step in range(10)]
     assert all([row.num_tokens <= 128 for row in batch.micro_batches] == [True, True] for batch in batches)
     assert sum(batch.num_sequences for batch in batches) > 10 * 4  # more than one to a row

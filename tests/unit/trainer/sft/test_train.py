@@ -71,7 +71,7 @@ def test_the_same_seed_gives_the_same_losses(config, tmp_path):
 
 
 def test_a_run_that_would_save_nothing_is_refused(config):
-    with pytest.raises(ConfigError, match=r"set max_steps, weights\.interval, or both"):
+    with pytest.raises(ConfigError, match=r"set max_steps, weights\.interval or ckpt\.interval"):
         run(config.model_copy(update={"max_steps": None, "weights": WeightsConfig()}))
 
 

@@ -1,0 +1,198 @@
+"""Writes one checkpoint at a time: a thread on each rank, and all of them into one directory.
+
+    loop (all ranks)   save: Copy begins | next step ...           | next save, or the end: waits for the threads
+    thread, rank 0     copies | draft directory, tells its name | slices | the rest, marker, rename, tells | older ones
+    thread, others     copies | hears it                        | slices | hears it
+
+consumes               waits for                               unblocked by
+next save, the end     the thread of the one before            that thread; HANGING_S and more, if the disk hangs
+thread                 the ranks' threads                      `Ranks.saving`, a group that nobody else talks over
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from prime_rl import lifeline
+from prime_rl.errors import ArtifactError, PrimeRLError
+from prime_rl.logs import get_logger
+from prime_rl.trainer.checkpoints.copies import Copy, HostBuffers, num_bytes
+from prime_rl.trainer.ckpt import Record, State, save_state, write_record
+from prime_rl.trainer.publish.background import HANGING_S, SLOWEST_DISK, TICK_S, WORTH_TELLING_S
+from prime_rl.trainer.ranks import Ranks
+from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, TRAINER_STATE
+from prime_rl.transport.manifest import publish_dir
+
+_logger = get_logger(__name__)
+
+_DONE = ""
+"""What rank 0 tells the others when all is well; else why not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What goes into a checkpoint besides the tensors; asked for and called on rank 0, but for `final`."""
+
+    final: Path
+    """`<root>/step_N`."""
+    record: Record
+    orchestrator: Callable[[], bytes | None]
+    """The orchestrator's state, if there is one."""
+    begun: Callable[[], None]
+    """Called before anything is written."""
+    complete: Callable[[], None]
+    """Called once the checkpoint is there."""
+
+
+class CheckpointWriter:
+    """To be closed, however training ends."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffers = HostBuffers()
+        self._job: _Job | None = None
+        lifeline.unfinished.append(self._is_writing)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is being written."""
+        return self._job is not None and self._job.thread.is_alive()
+
+    def prepare(self, state: State) -> None:
+        """Have the memory for copies of a GPU's `state` before the first of them."""
+        if self._ranks.device.type == "cuda":
+            self._buffers.prepare(state)
+
+    def save(self, state: State, contents: Contents, *, in_background: bool) -> None:
+        """Write a checkpoint, after the one before. All ranks at once.
+
+        `in_background`: this is back at once, and weights change only after `wait_copied`.
+        Raises: ArtifactError where this one, or the one before, cannot be written.
+        """
+        self.finish()
+        copy = Copy(state, self._buffers) if in_background else None
+        self._job = _Job(copy or state, contents, self._ranks)
+        self._job.thread.start()
+        if not in_background:
+            self.finish()
+
+    def wait_copied(self) -> None:
+        """Called before weights change: what is being saved is copied first."""
+        if self._job is not None and isinstance(self._job.source, Copy):
+            self._job.source.wait_copied()
+
+    def check(self) -> None:
+        """Raises: the error of a checkpoint that could not be written. Waits for nothing."""
+        if self._job is not None and not self._job.thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until it is written. Raises: ArtifactError as `save`, and where the disk seems to hang."""
+        job = self._job
+        if job is None:
+            return
+        start = time.monotonic()
+        while job.thread.is_alive():
+            job.thread.join(TICK_S)
+            waited = time.monotonic() - start
+            if waited > HANGING_S + job.num_bytes / SLOWEST_DISK:
+                self._job = None  # it is waited for no more
+                raise ArtifactError(f"{job} was not written within {waited:.0f} s: its disk hangs, or is too slow")
+        if job.is_in_background and (waited := time.monotonic() - start) > WORTH_TELLING_S:
+            _logger.info("Waited %.1f s for the disk to take %s", waited, job)
+        self._job = None
+        if job.error is not None:
+            raise job.error
+
+    def close(self) -> None:
+        """Wait for what was copied whole to be written. Errors are logged, not raised."""
+        try:
+            if self.is_busy:
+                _logger.info("Waiting for %s to be written", self._job)
+            self.finish()
+        except PrimeRLError as error:
+            _logger.error("%s", error)
+        finally:
+            lifeline.unfinished.remove(self._is_writing)
+
+    def _is_writing(self) -> bool:
+        return self.is_busy
+
+
+class _Job:
+    """A state on its way to files, and the thread that writes it."""
+
+    def __init__(self, source: Copy | State, contents: Contents, ranks: Ranks) -> None:
+        self.source = source
+        self.num_bytes = 0
+        self.error: PrimeRLError | None = None
+        """Why it was not written, once the thread has ended."""
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._contents = contents
+        self._ranks = ranks
+
+    def __str__(self) -> str:
+        return f"{self._contents.final} ({self.num_bytes / 1e9:.2g} GB)"
+
+    @property
+    def is_in_background(self) -> bool:
+        return isinstance(self.source, Copy)
+
+    def _run(self) -> None:
+        start = time.perf_counter()
+        try:
+            state = self.source.make() if isinstance(self.source, Copy) else self.source
+            self.num_bytes = num_bytes(state)
+            if self._ranks.is_leader:
+                self._lead(state)
+                _logger.info("Checkpoint %s is complete, %.1f s after its step", self, time.perf_counter() - start)
+            else:
+                self._follow(state)
+        except PrimeRLError as error:  # raised by whatever the loop does next
+            self.error = error
+        except BaseException as error:  # a supervision point: of CUDA, of a rank that is lost, or a bug
+            _logger.exception("%s was not written", self)
+            self.error = ArtifactError(f"{self} was not written: {type(error).__name__}: {error}")
+
+    def _lead(self, state: State) -> None:
+        contents = self._contents
+        contents.begun()
+        try:
+            with publish_dir(contents.final) as draft:
+                self._tell(str(draft))
+                save_state(draft / TRAINER_STATE, state, self._ranks.saving)
+                write_record(draft / TRAINER_STATE, contents.record)
+                if (orchestrator := contents.orchestrator()) is not None:
+                    path = draft / ORCHESTRATOR_STATE
+                    path.parent.mkdir()
+                    path.write_bytes(orchestrator)
+        except BaseException as error:
+            with suppress(RuntimeError):  # they may be gone, which is no news then
+                self._tell(f"{error}\n")
+            raise
+        with suppress(RuntimeError):
+            self._tell(_DONE)
+        contents.complete()
+
+    def _follow(self, state: State) -> None:
+        word = self._hear()
+        if not word.endswith("\n"):
+            save_state(Path(word) / TRAINER_STATE, state, self._ranks.saving)
+            word = self._hear()
+        if word != _DONE:
+            raise ArtifactError(word.rstrip("\n"))
+
+    def _tell(self, word: str) -> None:
+        if self._ranks.saving is not None:
+            dist.broadcast_object_list([word], src=0, group=self._ranks.saving)
+
+    def _hear(self) -> str:
+        words: list[Any] = [None]
+        dist.broadcast_object_list(words, src=0, group=self._ranks.saving)
+        return str(words[0])
