@@ -130,6 +130,7 @@ def test_a_run_goes_back_to_a_checkpoint_and_the_server_with_it(
     before = {step: read_manifest(step_dir(paths.rollouts, step)).files for step in range(2)}
     go_back(paths, 2, owns=("trainer",))
     orchestrator = orchestrate(**flags, **{"ckpt.resume-step": -1})
+    await_true("what lies beyond to be set aside", lambda: any(paths.superseded.glob("*/rollouts/step_2")))
     await_true("batch 2 again", lambda: (step_dir(paths.rollouts, 2) / "STABLE").exists())
     batch = BatchReader(paths.rollouts).read(2, 1)
     assert batch.max_version <= 2, "the server had served newer weights"
