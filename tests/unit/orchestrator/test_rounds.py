@@ -78,7 +78,7 @@ async def test_batches_do_not_depend_on_which_rollout_ended_first(name, tmp_path
 
 
 async def test_without_the_mode_they_do(tmp_path):
-    fields = RUNS["filtered by difficulty"] | {"deterministic": False, "sampling": {"seed": 3}}
+    fields = RUNS["with spares"] | {"deterministic": False, "sampling": {"seed": 3}}
     assert len({repr(await batches_of(tmp_path, timing, **fields)) for timing in TIMINGS}) > 1
 
 
