@@ -12,12 +12,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import torch
 
+from prime_rl import activity
 from prime_rl.errors import ConfigError, DeadlineExceeded, InferenceError
 from prime_rl.ports import check_free
 
@@ -150,12 +150,12 @@ class _Call:
 
     def wait(self, timeout: float, what: str, stopped: Stopped) -> None:
         """Until it returns or `stopped`. Raises: InferenceError for what it raised, DeadlineExceeded."""
-        end = time.monotonic() + timeout
-        while not self._done.wait(_POLL_S):
-            if stopped():
-                return
-            if time.monotonic() >= end:
-                raise DeadlineExceeded(f"waited {timeout:g} s (weight_broadcast.timeout) for {what}")
+        with activity.waiting("inference", what, deadline_s=timeout) as waiting:
+            while not self._done.wait(_POLL_S):
+                if stopped():
+                    return
+                if waiting.seconds >= timeout:  # nobody is started again for it: weights come as files then
+                    raise DeadlineExceeded(f"waited {timeout:g} s (weight_broadcast.timeout) for {what}")
         self.check(what)
 
     def check(self, what: str) -> None:
