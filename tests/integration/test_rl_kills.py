@@ -1,4 +1,4 @@
-"""Whatever is killed, `rl` ends quickly, says what happened, and leaves neither processes nor half-written files."""
+"""Whatever is killed, `rl` without supervision ends quickly, says what happened, and leaves neither processes nor half-written files."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     ids=lambda value: getattr(value, "name", value),
 )
 def test_when_a_process_is_killed_the_run_ends_and_names_it(start_rl, victim, number):
-    run = start_rl()
+    run = start_rl("--no-supervise")
     run.await_steps(2)
     family = run.family()
     killed_at = time.monotonic()

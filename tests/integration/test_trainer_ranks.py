@@ -38,7 +38,7 @@ def test_two_nodes_train_what_one_process_does(nodes):
 
 @pytest.mark.slow
 def test_when_a_rank_is_killed_the_run_ends_and_names_it(start_rl):
-    run = start_rl(*TWO_RANKS)
+    run = start_rl(*TWO_RANKS, "--no-supervise")
     run.await_steps(1)
     family = run.family()
     ranks = [child for child in run.children()["trainer"].children() if "prime_rl.cli" in child.cmdline()]
