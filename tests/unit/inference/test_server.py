@@ -101,6 +101,13 @@ def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_visible(machine, has
     assert choose_backend(config(device="cpu")) == choose_backend(config(backend="embedded")) == "embedded"
 
 
+def test_auto_takes_our_engine_where_it_must_be_deterministic(machine):
+    machine(has_vllm=True, has_gpu=True)
+    assert choose_backend(config(deterministic=True)) == "embedded"
+    with pytest.raises(ValueError, match="vLLM's numbers depend on what is computed beside a request"):
+        config(deterministic=True, backend="vllm")
+
+
 def test_vllm_can_be_asked_for_without_a_gpu(machine):
     machine(has_vllm=True, has_gpu=False)
     assert choose_backend(config(backend="vllm")) == "vllm"

@@ -86,6 +86,15 @@ def test_settings_that_do_not_fit_are_named(fields: dict[str, Any], message: str
         build_engine(config(tmp_path, **fields))
 
 
+def test_deterministic_is_refused_on_a_gpu_that_nobody_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=r"held on the CPU alone.*set inference\.device to 'cpu'"):
+        build_engine(config(tmp_path, device="auto", deterministic=True))
+    with pytest.raises(ValueError, match="set device to 'cpu', or leave deterministic out"):
+        config(tmp_path, device="cuda", deterministic=True)
+
+
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="no/such-model"):

@@ -105,6 +105,25 @@ def test_a_row_is_drawn_by_its_seed_and_index_whatever_runs_beside_it() -> None:
         assert alone.logprobs[0] == pytest.approx(together.logprobs[index], abs=1e-6)
 
 
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["torch", "kernels"])
+def test_row_by_row_nothing_beside_a_row_changes_a_bit_of_it(kernels: Kernels | None) -> None:
+    rows = [
+        sequence(1),
+        sequence(2, temperature=0.7, num_top_logprobs=2),
+        sequence(3, top_p=0.9),
+        sequence(4, min_tokens=2, stop=tuple(range(300))),
+        sequence(5),
+    ]
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    together = Sampler(CPU, kernels, row_by_row=True).sample(logits.clone(), rows)
+    assert together.undrawn == {3}
+    assert list(together.top_logprobs) == [1]
+    for index in (0, 1, 2, 4):
+        alone = Sampler(CPU, kernels).sample(logits[index : index + 1].clone(), [rows[index]])
+        assert (alone.token_ids[0], alone.logprobs[0]) == (together.token_ids[index], together.logprobs[index])
+        assert alone.top_logprobs.get(0) == together.top_logprobs.get(index)
+
+
 def test_a_sampler_notices_that_its_rows_have_changed() -> None:
     sampler = Sampler(CPU)
     cold, hot = sequence(temperature=0.0), sequence(seed=12, top_k=1, temperature=5.0)
