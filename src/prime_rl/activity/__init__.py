@@ -194,13 +194,14 @@ class _Reporter:
         self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def start(self, directory: Path, process: str) -> None:
+    def start(self, directory: Path, process: str, *, makes_directory: bool) -> None:
         """Write reports from now on."""
         self._directory, self._process, self._began_at = directory, process, clock()
         self._token, self._host = lifeline.launcher_token(), socket.gethostname()
         self._is_over = False
-        with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
+        if makes_directory:
+            with contextlib.suppress(OSError):
+                directory.mkdir(parents=True, exist_ok=True)
         self._changed.set()
         if self._thread is None or not self._thread.is_alive():
             _beats.beat()
@@ -284,11 +285,11 @@ _here = _Reporter()
 def start(directory: Path, process: str, *, rank: int = 0) -> None:
     """Keep `directory/<process>.json` current until this process ends. The launcher's name for it comes first.
 
-    `rank`: among processes that do its work together.
+    `rank`: among processes that do its work together; the first makes the directory.
     """
     name = os.environ.get(NAME) or process
     _here.name = name
-    _here.start(directory, name if rank == 0 else f"{name}-{rank}")
+    _here.start(directory, name if rank == 0 else f"{name}-{rank}", makes_directory=rank == 0)
 
 
 def own_name() -> str:

@@ -124,6 +124,7 @@ def test_a_run_directory_that_was_deleted_is_not_made_anew(tmp_path):
 
 
 def test_the_launchers_name_and_the_rank_make_the_name_of_the_report(tmp_path):
+    (tmp_path / "named").mkdir()  # the first rank's
     code = """
         activity.start(Path(os.environ["DIRECTORY"]), "inference", rank=1)
         say(activity.own_name())
