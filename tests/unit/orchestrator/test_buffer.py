@@ -145,3 +145,86 @@ def test_an_example_is_in_one_pool_at_any_time_and_only_normal_ones_are_drawn(si
         }
         assert sum(metrics[f"pool/{name}"] for name in ("easy", "normal", "hard")) == sum(sizes)
         assert metrics["buffer/filtered/easy"] + metrics["buffer/filtered/hard"] == filtered
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    means=st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, None]), min_size=1, max_size=60),
+    killed_at=st.integers(0, 60),
+)
+def test_a_restored_buffer_draws_what_the_other_would_have_drawn(sizes, means, killed_at):
+    num_examples = {f"env{index}": size for index, size in enumerate(sizes)}
+
+    def play(buffer, means):
+        drawn = []
+        for mean in means:
+            try:
+                drawn.append(example := buffer.next())
+            except PrimeRLError:
+                return drawn
+            if mean is None:
+                buffer.replace(example)
+            else:
+                buffer.judge(example, [mean], fingerprint=example.index + 1)
+        return drawn
+
+    thresholds = {"easy_threshold": 0.85, "hard_threshold": 0.05, "online_difficulty_filtering": True}
+    whole, first, then = (buffer_of(num_examples, **thresholds) for _ in range(3))
+    expected = play(whole, means)
+    drawn = play(first, means[:killed_at])
+    state = first.snapshot()
+    if len(drawn) == len(means[:killed_at]):
+        play(first, means)  # the process that is killed had gone on
+    then.restore(state)
+    assert drawn + (play(then, means[killed_at:]) if len(expected) > len(drawn) else []) == expected
+    if len(expected) == len(means):
+        assert then.snapshot() == whole.snapshot()
+        assert then.metrics() == whole.metrics()
+
+
+def aside_of(buffer):
+    return {
+        where: sorted(i for i, (at, _) in buffer._pools["a"].aside.items() if at == where) for where in ("easy", "hard")
+    }
+
+
+def test_of_what_was_put_aside_the_fractions_come_back_where_a_run_is_resumed_and_which_follows_from_the_seed():
+    fractions = {"easy_fraction": 0.25, "hard_fraction": 0.5}
+    buffer = buffer_of({"a": 30}, easy_threshold=1.0, hard_threshold=0.0)
+    for index in range(16):
+        buffer.judge(Example(env="a", index=index), [1.0 if index < 8 else 0.0])
+    state, asides = buffer.snapshot(), []
+    for takes_back in (False, True, True):
+        other = buffer_of({"a": 30}, **fractions)
+        other.restore(state, takes_back=takes_back)
+        asides.append(aside_of(other))
+        assert {example.index for example in draw(other, 60)} == set(range(30)) - {
+            i for at in asides[-1].values() for i in at
+        }
+    assert [len(asides[0][where]) for where in ("easy", "hard")] == [8, 8]
+    assert [len(asides[1][where]) for where in ("easy", "hard")] == [6, 4]
+    assert asides[1] == asides[2]
+    third = buffer_of({"a": 30}, **fractions)
+    third.restore(other.snapshot(), takes_back=True)
+    assert [len(aside_of(third)[where]) for where in ("easy", "hard")] == [round(6 * 0.75), 2]
+
+
+def test_an_environment_of_which_examples_come_back_is_drawn_again():
+    buffer = buffer_of({"a": 2, "b": 2}, easy_threshold=1.0)
+    for index in range(2):
+        buffer.judge(Example(env="a", index=index), [1.0])
+    assert {example.env for example in draw(buffer, 4)} == {"b"}
+    state = buffer.snapshot()
+    for takes_back in (False, True):
+        other = buffer_of({"a": 2, "b": 2}, easy_fraction=0.5)
+        other.restore(state, takes_back=takes_back)
+        assert ("a" in {example.env for example in draw(other, 6)}) == takes_back
+
+
+def test_ratios_that_were_changed_count_from_the_resumed_step_on():
+    buffer = buffer_of({"a": 9, "b": 9}, ratios={"a": 1, "b": 1})
+    draw(buffer, 100)
+    other = buffer_of({"a": 9, "b": 9}, ratios={"a": 3, "b": 1})
+    other.restore(buffer.snapshot())
+    assert Counter(example.env for example in draw(other, 8)) == {"a": 6, "b": 2}

@@ -19,9 +19,11 @@ from prime_rl.environments.pool import PoolLimits, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec, WorkerReady
 from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError
 from prime_rl.evals.results import Results
+from prime_rl.journal import Journal
 from prime_rl.monitors.base import FakeMonitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator import evaluation as evaluations
+from prime_rl.orchestrator.evaluated import PROCESS
 from prime_rl.orchestrator.evaluation import OnlineEvaluation, eval_suite, num_trained, open_evaluation, val_suite
 from prime_rl.orchestrator.orchestrator import Extensions, Orchestrator, build_policy
 from prime_rl.orchestrator.scoring import build_scorer
@@ -91,7 +93,9 @@ async def produce(config, script, evaluated=(), *, before_publishing=lambda step
         await policy.start(30.0)
         suites = [eval_suite(config, eval_pools)] if config.eval else []
         suites += [val_suite(config, config.val, pools)] if config.val else []
-        evaluation = OnlineEvaluation(config, suites, fleet=policy.fleet, monitor=seen, evals=paths.evals)
+        evaluation = OnlineEvaluation(
+            config, suites, fleet=policy.fleet, monitor=seen, evals=paths.evals, journal=Journal(paths.journal, PROCESS)
+        )
         stack.push_async_callback(evaluation.close)
         orchestrator = Orchestrator(
             config=config,

@@ -473,3 +473,85 @@ def test_a_synchronous_benchmark_starts_a_batch_when_the_last_one_is_complete():
     finish_all(scheduler, first[2:])
     assert scheduler.take_batch() is not None
     assert len(dispatch_all(scheduler, source)) == 3
+
+
+def restored(scheduler, version=None, **limits):
+    """A scheduler that goes on from where this one is."""
+    ended = []
+    other = scheduler_of(**{"P": scheduler.limits.batch_target, "G": scheduler.limits.rollouts_per_group} | limits)
+    other._on_end = ended.append
+    other.restore(scheduler.snapshot(), version=version)
+    return other, ended
+
+
+def test_a_restored_scheduler_goes_on_as_the_other_one_would():
+    scheduler, source = scheduler_of(P=2, G=2, k=2), examples()
+    dispatches = dispatch_all(scheduler, source)
+    finish_all(scheduler, dispatches[:6])
+    assert scheduler.take_batch() is not None
+    scheduler.set_version(1)
+    scheduler.fail(dispatches[7].rollout_id, None, "timeout")
+    other, ended = restored(scheduler, k=2)
+    assert other.snapshot() == scheduler.snapshot()
+    other.interrupt("restarted")
+    assert sorted(one.dispatch.rollout_id for one in ended) == [6, 8, 9, 10, 11]
+    assert {str(one.end) for one in ended} == {"cancelled (restarted)"}
+    again = dispatch_all(other, examples())
+    assert [one.rollout_id for one in again[:6]] == list(range(12, 18)), "ids are never given twice"
+    assert {(one.group, one.place, one.attempt) for one in again[:6]} == {
+        (3, 0, 1), (3, 1, 2), (4, 0, 1), (4, 1, 1), (5, 0, 1), (5, 1, 1)
+    }  # fmt: skip
+    assert [one.group for one in again[6:]] == [6, 6, 7, 7], "what there was room for"
+    counters = other.counters
+    assert counters.dispatched == counters.ends.total() + other.num_in_flight + other.num_held
+
+
+def test_what_was_held_is_shipped_by_the_restored_one_and_a_snapshot_stays_as_it_was():
+    scheduler, source = scheduler_of(P=2, G=2, k=1), examples()
+    finish_all(scheduler, dispatch_all(scheduler, source)[:4])
+    state = scheduler.snapshot()
+    batch = scheduler.take_batch()
+    finish_all(scheduler, dispatch_all(scheduler, source))
+    for _ in range(2):
+        other = scheduler_of(P=2, G=2, k=1)
+        other.restore(state)
+        assert other.take_batch() == batch
+        assert other.take_batch() is None
+
+
+def test_groups_that_were_complete_and_not_judged_are_told():
+    scheduler = scheduler_of(P=2, G=2, k=0)
+    dispatches = dispatch_all(scheduler, examples())
+    for dispatch in dispatches[:3]:
+        scheduler.succeed(dispatch.rollout_id, dispatch.place)
+    other, _ = restored(scheduler, k=0)
+    (group,) = other.unjudged()
+    assert (group.number, group.results, group.first_version, group.example) == (0, [0, 1], 0, dispatches[0].example)
+    other.accept(0, [None, None])
+    assert other.unjudged() == []
+
+
+def test_a_group_of_a_scorer_of_groups_that_is_there_in_part_starts_anew():
+    scheduler = scheduler_of(P=1, G=3, k=0)
+    dispatches = dispatch_all(scheduler, examples())
+    scheduler.succeed(dispatches[0].rollout_id, "scored")
+    other, ended = restored(scheduler, k=0)
+    other.interrupt("restarted", {"e"})
+    assert len(ended) == 3
+    assert [one.place for one in dispatch_all(other, examples())] == [0, 1, 2]
+
+
+def test_tokens_of_older_weights_than_a_group_began_with_count_in_its_age():
+    scheduler, source = scheduler_of(P=1, G=2, k=1, m=0), examples()
+    finish_all(scheduler, dispatch_all(scheduler, source))
+    scheduler.take_batch()
+    scheduler.set_version(1)
+    dispatches = dispatch_all(scheduler, source)
+    scheduler.succeed(dispatches[0].rollout_id, None)
+    for version, is_stale in ((0, True), (1, False)):
+        other, _ = restored(scheduler, version=version, k=1, m=0)
+        other.interrupt("restarted")
+        assert other.version == version
+        assert dispatch_all(other, source)[0].version == version
+        other.set_version(1)
+        assert (other.counters.groups_stale > scheduler.counters.groups_stale) == is_stale
