@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from prime_rl import activity
 from prime_rl.errors import ConfigError
+from prime_rl.lifeline import WRITING_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,16 @@ def joined(
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
-    yield Ranks(rank=rank, size=size, device=device, control=control, words=words, patience_s=timeout + patience)
+    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + WRITING_S))
+    yield Ranks(
+        rank=rank,
+        size=size,
+        device=device,
+        control=control,
+        saving=saving,
+        words=words,
+        patience_s=timeout + patience,
+    )
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 
 
