@@ -122,7 +122,7 @@ def draft_dir(final: Path, *, durable: bool = True, replaces: bool = False) -> I
         draft = Draft(temporary)
         yield draft
         _seal(draft, step, durable=durable)
-        if final.exists():
+        if final.is_dir():
             remove_dir(final)
         os.rename(temporary, final)
         if durable:
