@@ -15,7 +15,7 @@ import logging
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -63,6 +63,25 @@ def refused(error: OSError, path: Path | str) -> DiskError:
     """That `path`, which the run cannot do without, cannot be written, and what to do."""
     again = "; then start the same command again, or resume from the last checkpoint" if is_refusal(error) else ""
     return DiskError(f"cannot write {path}: {refusal(error, path)}{again}")
+
+
+def refusal_behind(errors: Iterable[BaseException], path: Path) -> OSError | None:
+    """The refusal of the machine that errors of a library come from, which writes `path`; None: they have other causes.
+
+    Where the library has lost it, a disk without room tells.
+    """
+    known: dict[int, BaseException] = {}
+    waiting = list(errors)
+    while waiting:
+        error = waiting.pop()
+        if isinstance(error, OSError) and is_refusal(error):
+            return error
+        if id(error) not in known:
+            known[id(error)] = error
+            waiting += [one for one in (error.__cause__, error.__context__) if one is not None]
+    if shutil.disk_usage(_nearest(path)).free < MIB:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
 
 
 def _free(path: Path) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from prime_rl.disk import refusal_behind
 from prime_rl.errors import ArtifactError
 from prime_rl.trainer.chance import Chance
 from prime_rl.trainer.model.build import TrainedModel
@@ -72,13 +73,15 @@ def state_of(model: TrainedModel, optimizer: Stateful | None) -> State:
 def save_state(directory: Path, state: State, group: Any = None) -> None:
     """Write a state to `directory`, which all ranks see. All ranks of `group` at once; None: all of them.
 
-    Raises: ArtifactError, the same on every rank.
+    Raises: ArtifactError, the same on every rank; OSError where the machine refuses.
     """
     try:
         with _alone_or_not() as no_dist:
             writer = FileSystemWriter(directory, sync_files=not no_dist)  # a disk of several machines; else `manifest`
             save(state, storage_writer=writer, process_group=group, no_dist=no_dist)
     except (CheckpointException, OSError, RuntimeError) as error:
+        if (refusal := refusal_behind(_failures(error), directory)) is not None:
+            raise refusal from error
         raise ArtifactError(f"cannot write the trainer's state to {directory}: {_reason(error)}") from error
 
 
@@ -125,9 +128,14 @@ def _alone_or_not() -> Iterator[bool]:
         yield not dist.is_initialized()
 
 
+def _failures(error: BaseException) -> list[BaseException]:
+    """What went wrong on each rank that failed."""
+    of_ranks = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return [failure for failure, _ in of_ranks] or [error]
+
+
 def _reason(error: BaseException) -> str:
     """The first line of what the first rank that failed says."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    first = _failures(error)[0]
+    lines = str(first).strip().splitlines()
+    return lines[0] if lines else type(first).__name__

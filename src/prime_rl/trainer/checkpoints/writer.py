@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from prime_rl import lifeline
+from prime_rl.disk import refused
 from prime_rl.errors import ArtifactError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.trainer.checkpoints.copies import Copy, HostBuffers, num_bytes
@@ -156,6 +157,8 @@ class _Job:
                 self._follow(state)
         except PrimeRLError as error:  # raised by whatever the loop does next
             self.error = error
+        except OSError as error:
+            self.error = refused(error, self._contents.final)
         except BaseException as error:  # a supervision point: of CUDA, of a rank that is lost, or a bug
             _logger.exception("%s was not written", self)
             self.error = ArtifactError(f"{self} was not written: {type(error).__name__}: {error}")
