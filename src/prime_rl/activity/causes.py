@@ -146,9 +146,12 @@ class HangWatch:
             for wait in report.waits:
                 if not wait.is_overdue or (report.token, wait.owner, wait.since) in self._told:
                     continue
-                self._told.add((report.token, wait.owner, wait.since))
                 end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
-                accused = [one for one in running if is_of(one, end) and not _has_time(reports.get(one), wait)]
+                launched = [one for one in running if is_of(one, end)]
+                if any(one not in reports for one in launched):
+                    continue  # it is starting: that has a limit of its own
+                self._told.add((report.token, wait.owner, wait.since))
+                accused = [one for one in launched if not _has_time(reports[one], wait)]
                 for culprit in accused:
                     waited = f"{wait.waited_s:.0f} s for {wait.reason}"
                     yield Hang(culprit=culprit, reason=f"has kept {name} waiting {waited}")
@@ -157,10 +160,8 @@ class HangWatch:
                     yield Hang(culprit=None, reason=reason)
 
 
-def _has_time(accused: Report | None, wait: Wait) -> bool:
+def _has_time(accused: Report, wait: Wait) -> bool:
     """Whether it is not to blame, or not yet: it has just begun, or is at something, or waits, with time left."""
-    if accused is None:
-        return True  # it is starting: that has a limit of its own
     is_new = wait.deadline_s is not None and accused.age_s < wait.deadline_s
     is_at_it = any(task.deadline_s is not None and task.for_s < task.deadline_s for task in accused.doing)
     return is_new or is_at_it or any(one.deadline_s is not None and not one.is_overdue for one in accused.waits)
