@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.disk import refused
 from prime_rl.errors import ArtifactError, PrimeRLError
 from prime_rl.logs import get_logger
@@ -98,15 +98,16 @@ class CheckpointWriter:
         job = self._job
         if job is None:
             return
-        start = time.monotonic()
-        while job.thread.is_alive():
-            job.thread.join(TICK_S)
-            waited = time.monotonic() - start
-            if waited > HANGING_S + job.num_bytes / SLOWEST_DISK:
-                self._job = None  # it is waited for no more
-                raise ArtifactError(f"{job} was not written within {waited:.0f} s: its disk hangs, or is too slow")
-        if job.is_in_background and (waited := time.monotonic() - start) > WORTH_TELLING_S:
-            _logger.info("Waited %.1f s for the disk to take %s", waited, job)
+        patience_s = HANGING_S + job.num_bytes / SLOWEST_DISK
+        with activity.waiting(activity.DISK, lambda: f"it to take {job}", deadline_s=patience_s) as waiting:
+            while job.thread.is_alive():
+                job.thread.join(TICK_S)
+                if waiting.seconds > HANGING_S + job.num_bytes / SLOWEST_DISK:  # it is known once it is copied
+                    self._job = None  # it is waited for no more
+                    waited = waiting.seconds
+                    raise ArtifactError(f"{job} was not written within {waited:.0f} s: its disk hangs, or is too slow")
+        if job.is_in_background and waiting.seconds > WORTH_TELLING_S:
+            _logger.info("Waited %.1f s for the disk to take %s", waiting.seconds, job)
         self._job = None
         if job.error is not None:
             raise job.error
@@ -147,6 +148,7 @@ class _Job:
 
     def _run(self) -> None:
         start = time.perf_counter()
+        task = activity.doing(f"writing {self._contents.final.parent.name}/{self._contents.final.name}").begin()
         try:
             state = self.source.make() if isinstance(self.source, Copy) else self.source
             self.num_bytes = num_bytes(state)
@@ -162,6 +164,8 @@ class _Job:
         except BaseException as error:  # a supervision point: of CUDA, of a rank that is lost, or a bug
             _logger.exception("%s was not written", self)
             self.error = ArtifactError(f"{self} was not written: {type(error).__name__}: {error}")
+        finally:
+            task.end()
 
     def _lead(self, state: State) -> None:
         contents = self._contents
