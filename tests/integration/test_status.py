@@ -33,7 +33,7 @@ def await_event(run, process, event, step):
         return any((one.process, one.event, one.step) == (process, event, step) for one in read_journal(journal))
 
     journal = run.paths.journal
-    await_true(f"{process} to note {event} {step}", came)
+    await_true(f"{process} to note {event} {step}", came, timeout=240)
 
 
 def pid_of(run, name):
@@ -54,7 +54,7 @@ def cause_with(run, words):
         said = cause(run)
         return all(word in said for word in words)
 
-    await_true(f"{words} in the cause", has_words)
+    await_true(f"{words} in the cause", has_words, timeout=240)
     return said
 
 
@@ -93,7 +93,7 @@ def test_a_process_that_hangs_is_told_of_and_started_again(start_rl):
     await_event(run, "orchestrator", "batch_complete", 1)
     pid = pid_of(run, "trainer")
     os.kill(pid, signal.SIGSTOP)
-    await_true("it to be ended", lambda: not psutil.pid_exists(pid))
+    await_true("it to be ended", lambda: not psutil.pid_exists(pid), timeout=240)
     assert run.process.wait(timeout=240) == 0
     (restart,) = [one for one in read_journal(run.paths.journal) if one.event == "restart"]
     assert restart.facts["name"] == "trainer"
