@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar, cast
+
+from prime_rl import activity
 
 T = TypeVar("T")
 
@@ -20,6 +22,28 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def acting_timeout(seconds: float) -> AsyncIterator[None]:
+    """`asyncio.timeout`, but for the time in which this process was stopped, and could do nothing of it."""
+    loop = asyncio.get_running_loop()
+    end, lost_s = loop.time() + seconds, activity.lost_s()
+    async with asyncio.timeout(None) as timer:
+
+        def look() -> None:
+            nonlocal handle
+            left_s = end + activity.lost_s() - lost_s - loop.time()
+            if left_s > 0:
+                handle = loop.call_later(left_s, look)
+            else:
+                timer.reschedule(loop.time())
+
+        handle = loop.call_at(end, look)
+        try:
+            yield
+        finally:
+            handle.cancel()
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from prime_rl import activity
+from prime_rl.aio import acting_timeout
 from prime_rl.environments.frames import Message, Unreadable
 from prime_rl.environments.process import WorkerProcess
 from prime_rl.environments.rollouts import (
@@ -294,7 +295,7 @@ class Place:
         try:
             owner, setup_s = f"environment {self._spec.label}", self._limits.setup_s
             with activity.waiting(owner, "a worker to load it", deadline_s=setup_s):
-                async with asyncio.timeout(setup_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                async with acting_timeout(setup_s):  # `wait_for` of Python 3.11 may swallow a cancellation
                     answer = await process.frames.read()
         except TimeoutError:
             raise EnvironmentSetupError(

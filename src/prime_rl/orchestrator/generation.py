@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from prime_rl.aio import Supervisor, in_daemon_thread
+from prime_rl.aio import Supervisor, acting_timeout, in_daemon_thread
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.pool import EnvPool
 from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, RolloutRequest, sampling_args
@@ -302,7 +302,7 @@ class Generation:
         score = partial(self._scorer.score_group, group, temperature=self._temperature(group.batch))
         async with self._scoring:
             try:
-                async with asyncio.timeout(SCORE_TIMEOUT_S):
+                async with acting_timeout(SCORE_TIMEOUT_S):
                     return await in_daemon_thread(score)
             except TimeoutError:
                 example = group.example
