@@ -125,7 +125,7 @@ def _lock_pages(buffer: Tensor) -> None:
     """torch's own page-locked memory comes in powers of two, up to twice of what is needed."""
     if not buffer.nbytes:
         return
-    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(code) != 0:
         _logger.warning(
             "No page-locked memory is to be had for checkpoints (CUDA error %d): copying takes longer, and the step "
