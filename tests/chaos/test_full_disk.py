@@ -127,6 +127,30 @@ def test_a_trainer_whose_disk_fills_up_ends_in_words_and_keeps_the_weights_that_
         assert [row["step"] for row in rows] == list(range(len(rows)))
 
 
+def test_a_disk_that_fills_up_with_checkpoints_leaves_those_before_and_training_is_resumed_from_them(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    rest = ("--debug.min-step-time", "0.2", "--output-dir", str(tmp_path / "run"))
+    argv = command("sft", "@", "configs/debug/sft.toml", "--ckpt.interval", "1", *rest)
+    with small_disk(paths.checkpoints, mib=MIB) as disk:
+        with begun([*argv, "--max-steps", "1000"], tmp_path / "out") as one:
+            one.await_step(paths.checkpoints, 2)
+            assert one.await_end(disk) == 1
+            last = one.said.splitlines()[-1]
+        assert last.startswith(f"sft: cannot write {paths.checkpoints}/step_"), one.said
+        assert ": the disk is full (0.0 of 48.0 MiB are free): free some of it, or choose an output_dir on" in last
+        assert "Traceback" not in one.said
+        assert_whole(paths.checkpoints, paths.weights)
+        newest = complete_steps(paths.checkpoints)[-1]
+        assert newest >= 2
+        disk.free()
+        again = [*argv, "--ckpt.resume-step", "-1", "--max-steps", str(newest + 2)]
+        with begun(again, tmp_path / "again") as one:
+            assert one.await_end() == 0, one.said
+        assert_whole(paths.checkpoints, paths.weights)
+        assert complete_steps(paths.checkpoints)[-1] == newest + 2
+        assert [row["step"] for row in read_metrics(paths.metrics("trainer"))] == list(range(newest + 2))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 @pytest.mark.parametrize("place", ["rollouts", "weights"])
