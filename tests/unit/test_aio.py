@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from prime_rl.aio import Supervisor, in_daemon_thread, together
+from prime_rl.aio import Supervisor, acting_timeout, in_daemon_thread, together
 
 
 async def forever():
@@ -117,3 +117,18 @@ def test_a_process_ends_though_work_in_a_daemon_thread_never_does():
     )
     assert ended.returncode == 1
     assert ended.stderr.rstrip().endswith("TimeoutError")
+
+
+async def test_a_deadline_runs_out_unless_the_process_was_stopped_meanwhile(monkeypatch):
+    with pytest.raises(TimeoutError):
+        async with acting_timeout(0.05):
+            await asyncio.sleep(60)
+    async with acting_timeout(60.0):
+        await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    began, lost = loop.time(), iter([0.0, 0.3])  # at the beginning, and at the end of the deadline
+    monkeypatch.setattr("prime_rl.activity.lost_s", lambda: next(lost, 0.3))
+    with pytest.raises(TimeoutError):
+        async with acting_timeout(0.05):
+            await asyncio.sleep(60)
+    assert loop.time() - began >= 0.35
