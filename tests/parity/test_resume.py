@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 from tests.doubles.ranks import on_ranks
 from tests.doubles.training import VOCAB_SIZE, batch_of
 
@@ -132,6 +133,8 @@ def killed_after(steps: int) -> Iterator[None]:
         patch.setattr(build.Trainer, "_step", stepping)
         with pytest.raises(Killed):
             yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sft_config(root: Path, output_dir: Path, data: dict[str, Any], **ckpt: Any) -> SFTConfig:

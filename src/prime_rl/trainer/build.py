@@ -128,7 +128,7 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
         )
         monitor = FanOut([JsonlMonitor(paths.metrics("trainer"))] if ranks.is_leader else [])
         stack.enter_context(closing(monitor))
-        if start.first_step:
+        if start.checkpoint is not None and (start.first_step or isinstance(config, TrainerConfig)):
             publisher.publish_again(start.first_step)
         if start.skips_anything and kept.plan.recovery_interval_s is not None:
             keeper.save_recovery(start.first_step)  # the checkpoint on disk is not what the run goes on with
