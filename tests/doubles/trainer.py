@@ -28,14 +28,15 @@ async def train(
     output_dir: Path,
     *,
     max_steps: int,
+    first: int = 0,
     step_s: float = 0.0,
     before_publishing: Callable[[int], Awaitable[object]] | None = None,
 ) -> list[TrainingBatch]:
-    """Consume the batches of a run, taking `step_s` for each; `before_publishing` is told the step of the weights."""
+    """Consume the batches of a run from `first` on, taking `step_s` for each; `before_publishing` is told the step of the weights."""
     paths = RunPaths(output_dir)
     reader = BatchReader(paths.rollouts)
     batches = []
-    for step in range(max_steps):
+    for step in range(first, max_steps):
         batches.append(await asyncio.to_thread(reader.read, step, 60))
         await asyncio.sleep(step_s)
         if before_publishing is not None:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,16 +20,17 @@ from prime_rl.environments.pool import PoolLimits, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec, WorkerReady
 from prime_rl.errors import ArtifactError, DeadlineExceeded, EnvironmentSetupError
 from prime_rl.evals.results import Results
-from prime_rl.journal import Journal
+from prime_rl.journal import Journal, read_journal
 from prime_rl.monitors.base import FakeMonitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator import evaluation as evaluations
+from prime_rl.orchestrator.ckpt import prepare_start
 from prime_rl.orchestrator.evaluated import PROCESS
 from prime_rl.orchestrator.evaluation import OnlineEvaluation, eval_suite, num_trained, open_evaluation, val_suite
 from prime_rl.orchestrator.orchestrator import Extensions, Orchestrator, build_policy
 from prime_rl.orchestrator.scoring import build_scorer
 from prime_rl.paths import RunPaths
-from prime_rl.transport.batches import BatchWriter
+from prime_rl.transport.batches import BatchReader, BatchWriter
 from prime_rl.transport.manifest import publish_dir
 
 pytestmark = pytest.mark.usefixtures("workers_import_the_doubles")
@@ -79,8 +81,11 @@ class Seen:
         return {step: row for step, row in self.evals.rows if any(name.startswith(f"{kind}/") for name in row)}
 
 
-async def produce(config, script, evaluated=(), *, before_publishing=lambda step, seen: asyncio.sleep(0)):
-    """Train on one environment and evaluate on others, each a label and its script."""
+async def produce(
+    config, script, evaluated=(), *, before_publishing=lambda step, seen: asyncio.sleep(0), start=None, served=0
+):
+    """Train on one environment and evaluate on others, each a label and its script; from `start` on, with weights
+    `served`."""
     paths, seen = RunPaths(config.output_dir), Seen()
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(open_clients(config.client))
@@ -90,7 +95,7 @@ async def produce(config, script, evaluated=(), *, before_publishing=lambda step
         limits = PoolLimits(grace_s=0.5)
         pools = await stack.enter_async_context(open_pools(specs, num_workers=1, log_dir=None, limits=limits))
         eval_pools = await stack.enter_async_context(open_pools(own, num_workers=1, log_dir=None, limits=limits))
-        await policy.start(30.0)
+        await policy.start(30.0, version=served)
         suites = [eval_suite(config, eval_pools)] if config.eval else []
         suites += [val_suite(config, config.val, pools)] if config.val else []
         evaluation = OnlineEvaluation(
@@ -106,8 +111,14 @@ async def produce(config, script, evaluated=(), *, before_publishing=lambda step
             scorer=build_scorer(config),
             extensions=Extensions(evaluation=evaluation, on_end=seen.ended.append),
         )
+        first = 0
+        if start is not None:
+            orchestrator.go_on(start)
+            first = start.next_batch
         before = partial(before_publishing, seen=seen)
-        training = asyncio.create_task(train(paths.output_dir, max_steps=config.max_steps, before_publishing=before))
+        training = asyncio.create_task(
+            train(paths.output_dir, max_steps=config.max_steps, first=first, before_publishing=before)
+        )
         try:
             await orchestrator.run()
         finally:
@@ -222,7 +233,7 @@ async def test_an_evaluation_that_cannot_be_saved_is_told_of_and_training_goes_o
     assert seen.rows("eval")[0]["eval/e/avg@1"] == 1.0
     told = [line for line in caplog.messages if "are not saved" in line]
     assert len(told) == 1
-    assert "step_0 exists already" in told[0]
+    assert "evals/step_0: Not a directory" in told[0]
     assert (config.output_dir / "evals/step_2/e/report.json").exists()
 
 
@@ -290,3 +301,28 @@ async def test_a_benchmark_of_generation_evaluates_nothing(config_of, tmp_path):
     config = config_of(eval={"env": [{"id": "not-there"}]}, val={}, bench=True)
     async with open_evaluation(config, {}, None, RunPaths(tmp_path)) as evaluation:
         assert evaluation is None
+
+
+async def test_an_evaluation_that_was_cut_off_is_run_again_on_its_weights_before_training_goes_on(config_of):
+    own = {"interval": 1, "rollouts_per_example": 4, "env": [{"id": "a"}]}
+    scripts = [("a", ["right", 0.05, "wrong"])]
+    await produce(config_of(eval=own, max_steps=3, max_async_level=0), [0.02, 0.02], scripts)
+    config = config_of(eval=own, max_steps=5, max_async_level=0, recover=True)
+    paths = RunPaths(config.output_dir)
+    start = replace(prepare_start(config, paths), evaluated={"eval": 0}, cut_off=1)
+    assert (start.next_batch, start.state.scheduler.version) == (3, 2)
+    seen = await produce(config, [0.02, 0.02], scripts, start=start, served=1)
+    rows = seen.rows("eval")
+    assert next(iter(rows)) == 1
+    assert rows[1]["eval/a/version/min"] == rows[1]["eval/a/version/max"] == 1
+    assert seen.ended_before[0] == 0, "training waited"
+    assert list(rows)[-1] == 5
+    steps = [step for step, _ in seen.monitor.rows]
+    assert steps == [3, 4]
+    assert seen.monitor.rows[-1][1]["progress/total_samples"] == 5 * 4
+    assert seen.metrics["evaluation/dispatched"] == 12 * len(rows) + start.state.evaluation.dispatched
+    for step in (3, 4):
+        batch = BatchReader(paths.rollouts).read(step, 1)
+        assert (batch.min_version, batch.max_version) == (step, step)
+    events = [(one.event, one.step) for one in read_journal(paths.journal) if one.facts.get("kind") == "eval"]
+    assert [one for one in events if one[1] == 1][-2:] == [("evaluation_begun", 1), ("evaluation_complete", 1)]
