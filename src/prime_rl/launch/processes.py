@@ -127,7 +127,7 @@ def stop(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) ->
         if one.code is None:
             one.process.kill()
             one.process.wait()
-    kill([*families, *marked(one.mark for one in running)])
+    _end(families, [one.mark for one in running])
 
 
 def _wait_for_ends(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) -> None:
@@ -151,17 +151,23 @@ def _wait_for_ends(running: Sequence[Running], paths: RunPaths, hurry: threading
 def end_family(one: Running) -> list[psutil.Process]:
     """Kill a process and whatever descends from it, and wait until all of it is gone; what is still there then."""
     members = family(one)
-    if one.code is None:
-        one.process.kill()
-    one.process.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        members += [psutil.Process(one.process.pid)] if one.code is None else []
     kill(members)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        one.process.wait(timeout=KILL_S)
+    return _end(members, [one.mark])
+
+
+def _end(members: Sequence[psutil.Process], marks: Sequence[str]) -> list[psutil.Process]:
+    """Kill `members` and whatever has one of `marks`, and wait for KILL_S until all are gone; those that are not."""
     end = time.monotonic() + KILL_S
-    while members := [*filter(is_there, members), *marked([one.mark])]:  # what was started while we killed, too
+    while left := [*filter(is_there, members), *marked(marks)]:  # what was started while we killed, too
+        kill(left)
         if time.monotonic() >= end:
             break
-        kill(members)
         time.sleep(ENDING_POLL_S)
-    return members
+    return left
 
 
 def family(one: Running) -> list[psutil.Process]:

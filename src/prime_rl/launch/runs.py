@@ -182,7 +182,8 @@ def end_leftovers(entries: Sequence[Entry]) -> None:
     while tokens and (left := marked(tokens, by_prefix=True)):
         if not is_told:
             is_told = True
-            print(f"rl: waiting for {len(left)} processes of a launcher that was killed to end", file=sys.stderr)
+            number = f"{len(left)} process{'es' if len(left) > 1 else ''}"
+            print(f"rl: waiting for what a launcher that was killed has left running ({number})", file=sys.stderr)
         while any(map(is_there, left)) and time.monotonic() < end:
             time.sleep(LEFTOVER_POLL_S)
         if time.monotonic() >= end:

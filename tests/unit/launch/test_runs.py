@@ -1,0 +1,295 @@
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from prime_rl import lifeline
+from prime_rl.config.load import load
+from prime_rl.config.roots import RLConfig
+from prime_rl.config.writing import write_toml
+from prime_rl.errors import ArtifactError, ConfigError, DataError
+from prime_rl.journal import Entry, Journal, read_journal
+from prime_rl.launch import runs
+from prime_rl.launch.machine import Machine
+from prime_rl.launch.plan import plan_rl
+from prime_rl.launch.processes import MARK
+from prime_rl.launch.runs import INTERRUPTED, Beginning, Decision, decide, end_leftovers, enter, finish, held
+from prime_rl.paths import RunPaths, step_dir
+from prime_rl.transport.manifest import publish_dir
+
+NEW = Decision(Beginning.NEW)
+GOES_ON = Decision(Beginning.GOES_ON)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path / "run")
+
+
+def rl(paths, *argv):
+    return load(RLConfig, ["--output-dir", str(paths.output_dir), *argv], {})
+
+
+def began(paths, *argv, checkpoints=(), trained=3, ended=None, supervised=1):
+    """What a launcher leaves that was started with `argv`, and ended so."""
+    write_toml(rl(paths, *argv), paths.config("rl"))
+    journal = Journal(paths.journal, "launcher")
+    journal.note("run_started", supervised=supervised, token="1:1", host="elsewhere")
+    for step in range(trained):
+        for root, number in ((paths.rollouts, step), (paths.weights, step + 1)):
+            with publish_dir(step_dir(root, number)) as draft:
+                (draft / "content").write_text("x")
+    for step in checkpoints:
+        with publish_dir(step_dir(paths.checkpoints, step)) as draft:
+            (draft / "content").write_text("x")
+    if ended is not None:
+        journal.note(ended[0], **({"reason": ended[1]} if ended[1:] else {}))
+
+
+def test_in_an_empty_directory_a_run_begins(paths):
+    assert decide(rl(paths), paths) == NEW
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [None, ("run_stopped", "SIGTERM"), ("run_stopped", INTERRUPTED), ("run_stopped", "trainer was killed by SIGKILL")],
+    ids=["killed", "terminated", "ctrl-c", "failed"],
+)
+def test_the_same_command_goes_on_with_a_run_that_is_not_complete(paths, ended):
+    began(paths, "--max-steps", "9", ended=ended)
+    assert decide(rl(paths, "--max-steps", "9"), paths) == GOES_ON
+
+
+def test_a_complete_run_is_refused(paths):
+    began(paths, ended=("run_complete",))
+    with pytest.raises(ConfigError, match=r"already holds a run \(rollouts, weights\).*--ckpt.resume-step"):
+        decide(rl(paths), paths)
+    assert decide(rl(paths, "--clean"), paths) == NEW
+
+
+@pytest.mark.parametrize("supervised", [0, 1])
+def test_without_supervision_no_run_goes_on(paths, supervised):
+    began(paths, supervised=supervised)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        decide(rl(paths, *(["--no-supervise"] if supervised else [])), paths)
+
+
+def test_a_run_without_a_journal_is_refused(paths):
+    began(paths)
+    paths.journal.unlink()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        decide(rl(paths), paths)
+
+
+def test_a_run_that_came_to_nothing_begins_anew_whatever_has_changed(paths):
+    began(paths, "--model.name", "a-misspelt-one", trained=0, ended=("run_stopped", "no such model"))
+    assert decide(rl(paths), paths) == NEW
+
+
+def test_another_configuration_is_refused_with_the_keys(paths):
+    began(paths, "--trainer.optim.lr", "1e-5", "--seq-len", "1024")
+    with pytest.raises(ConfigError) as caught:
+        decide(rl(paths, "--trainer.optim.lr", "1e-6", "--seq-len", "1024", "--trainer.loss.kl-tau", "0.5"), paths)
+    said = str(caught.value)
+    assert "trainer.optim.lr is 1e-06 and was 1e-05" in said
+    assert "trainer.loss.kl_tau is 0.5 and was " in said
+    assert "seq_len" not in said
+    assert str(paths.config("rl")) in said
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["--max-steps", "5"], ["--max-steps", "9"]),
+        (["--max-steps", "5"], []),
+        ([], ["--max-restarts", "3", "--recovery-interval", "9", "--log.level", "debug"]),
+        (["--inference"], ["--inference", "--inference.server.port", "8123"]),
+        (["--ckpt.interval", "5"], ["--ckpt.interval", "7", "--ckpt.keep-last", "2"]),
+    ],
+    ids=["more steps", "steps without end", "how it is watched", "another port", "retention"],
+)
+def test_what_changes_nothing_that_is_trained_may_differ(paths, before, now):
+    began(paths, *before)
+    assert decide(rl(paths, *now), paths) == GOES_ON
+
+
+def test_fewer_steps_are_refused(paths):
+    began(paths, "--max-steps", "9")
+    with pytest.raises(ConfigError, match="max_steps is 5 and was 9"):
+        decide(rl(paths, "--max-steps", "5"), paths)
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("2", 2), ("-1", 4)])
+def test_a_checkpoint_is_gone_back_to(paths, asked, chosen):
+    began(paths, "--ckpt", checkpoints=(2, 4), ended=("run_complete",))
+    config = rl(paths, "--trainer.ckpt.resume-step", asked, "--seq-len", "99")
+    assert decide(config, paths) == Decision(Beginning.GOES_BACK, chosen)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(paths):
+    began(paths, "--ckpt", checkpoints=(2, 4), ended=("run_complete",))
+    with pytest.raises(ArtifactError, match=r"no complete checkpoint of step 3.*2, 4"):
+        decide(rl(paths, "--ckpt.resume-step", "3"), paths)
+    with pytest.raises(ConfigError, match=r"--clean deletes what ckpt\.resume_step goes on from"):
+        decide(rl(paths, "--ckpt.resume-step", "2", "--clean"), paths)
+
+
+def test_a_command_that_went_back_and_was_killed_goes_on_and_does_not_go_back_again(paths):
+    began(paths, "--ckpt.resume-step", "2", checkpoints=(2, 4))
+    assert decide(rl(paths, "--ckpt.resume-step", "2"), paths) == GOES_ON
+    assert decide(rl(paths, "--ckpt.resume-step", "4"), paths) == Decision(Beginning.GOES_BACK, 4)
+    Journal(paths.journal, "launcher").note("run_stopped", reason=INTERRUPTED)
+    assert decide(rl(paths, "--ckpt.resume-step", "2"), paths) == Decision(Beginning.GOES_BACK, 2)
+
+
+LAPTOP = Machine(gpus=(), num_cpus=2)
+
+
+def entered(paths, *argv):
+    config = rl(paths, *argv)
+    decision, specs = enter(config, plan_rl(config, LAPTOP), paths)
+    return decision, {spec.name: spec.config for spec in specs}
+
+
+def test_a_run_that_goes_on_keeps_its_results_and_recovers(paths):
+    began(paths, "--ckpt", checkpoints=(2,))
+    (paths.broadcasts / "step_3").mkdir(parents=True)
+    decision, configs = entered(paths, "--ckpt")
+    assert decision == GOES_ON
+    assert configs["trainer"].recover
+    assert configs["trainer"].recovery_interval == 300.0
+    assert configs["orchestrator"].recover
+    assert step_dir(paths.weights, 3).is_dir()
+    assert not paths.broadcasts.exists()
+    started = [entry.facts for entry in read_journal(paths.journal) if entry.event == "run_started"]
+    assert [facts.get("attempt") for facts in started] == [None, 2]
+    assert (started[1]["beginning"], started[1]["token"]) == ("goes_on", lifeline.launcher_token())
+
+
+def test_a_run_that_goes_back_sets_aside_what_lies_beyond_and_resumes(paths):
+    began(paths, "--ckpt", checkpoints=(2, 3), ended=("run_complete",))
+    _, configs = entered(paths, "--ckpt.resume-step", "2")
+    for name in ("trainer", "orchestrator"):
+        assert configs[name].ckpt.resume_step == 2
+        assert not configs[name].recover
+    assert not step_dir(paths.checkpoints, 3).exists()
+    assert step_dir(paths.superseded / "1" / "checkpoints", 3).is_dir()
+    assert step_dir(paths.superseded / "1" / "rollouts", 2).is_dir()
+
+
+def test_the_latest_checkpoint_is_the_same_for_all_processes(paths):
+    began(paths, "--ckpt", checkpoints=(1, 3), ended=("run_complete",))
+    _, configs = entered(paths, "--ckpt.resume-step", "-1")
+    assert [configs[name].ckpt.resume_step for name in ("trainer", "orchestrator")] == [3, 3]
+
+
+def test_with_clean_everything_is_deleted_even_under_a_damaged_journal(paths):
+    began(paths, ended=("run_complete",))
+    paths.journal.write_text("hm\n")
+    with pytest.raises(DataError, match="line 1"):
+        entered(paths)
+    decision, configs = entered(paths, "--clean")
+    assert decision == NEW
+    assert not paths.weights.exists()
+    assert not configs["trainer"].recover
+    assert [entry.facts["attempt"] for entry in read_journal(paths.journal)] == [1]
+
+
+def test_a_run_without_supervision_has_no_recovery_checkpoint(paths):
+    _, configs = entered(paths, "--no-supervise")
+    assert configs["trainer"].recovery_interval is None
+
+
+def test_a_complete_run_has_nothing_to_recover(paths):
+    began(paths)
+    with publish_dir(step_dir(paths.recovery, 2)) as draft:
+        (draft / "content").write_text("x")
+    finish(paths)
+    assert not paths.recovery.exists()
+    assert read_journal(paths.journal)[-1].event == "run_complete"
+
+
+HOLDS = (
+    "import sys; from pathlib import Path; from prime_rl.launch.runs import held; from prime_rl.paths import RunPaths\n"
+)
+HOLDS += "with held(RunPaths(Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+
+
+def test_one_launcher_works_in_a_directory_until_it_is_gone_however_it_ended(paths):
+    argv = [sys.executable, "-c", HOLDS, str(paths.output_dir)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        message = rf"another rl \(pid {other.pid} on {socket.gethostname()}\) works in {paths.output_dir}"
+        with pytest.raises(ConfigError, match=message), held(paths):
+            pass
+        other.kill()
+        other.wait()
+        with held(paths):
+            assert paths.lock.read_text() == f"pid {os.getpid()} on {socket.gethostname()}\n"
+    with held(paths):
+        pass
+
+
+def test_a_file_system_without_locks_is_no_reason_not_to_begin(paths, monkeypatch):
+    def flock(file, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with held(paths):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_said_in_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match="cannot be written: Not a directory"),
+        held(RunPaths(tmp_path / "file" / "run")),
+    ):
+        pass
+
+
+@pytest.fixture
+def orphan():
+    """A process of a launcher that is gone, in a session of its own; the launcher's entry in the journal."""
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    token = lifeline.token_of(dead.pid)
+    env = os.environ | {MARK: f"{token}/orchestrator/0"}
+    left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=env, start_new_session=True)
+    await_env(left.pid)
+    entry = Entry(
+        time=0.0, process="launcher", event="run_started", facts={"token": token, "host": socket.gethostname()}
+    )
+    yield dead, left, entry
+    for one in (dead, left):
+        one.kill()
+        one.communicate()
+
+
+def await_env(pid):
+    """Until a child has become what it executes; before, it looks like its parent."""
+    end = time.monotonic() + 30
+    while MARK not in psutil.Process(pid).environ():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_a_killed_launcher_left_is_waited_for_and_then_ended(orphan, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "LEFTOVER_S", 0.3)
+    dead, left, entry = orphan
+    end_leftovers([entry])
+    assert left.poll() is None  # its launcher is there
+    dead.kill()
+    dead.wait()
+    elsewhere = msgspec.structs.replace(entry, facts=entry.facts | {"host": "elsewhere"})
+    end_leftovers([elsewhere])
+    assert left.poll() is None
+    end_leftovers([elsewhere, entry])
+    assert left.wait(timeout=10) == -9
+    assert capsys.readouterr().err == "rl: waiting for what a launcher that was killed has left running (1 process)\n"
