@@ -24,6 +24,7 @@ from prime_rl.errors import ConfigError, DiskError
 MIB: Final = 2**20
 MAX_HANDLES: Final = 2**16
 """Open files that a process asks for, where it may: a connection for each of tens of thousands of rollouts."""
+FEW_HANDLES: Final = 1024
 
 _NO_RIGHT: Final = "this user may not write there: change who may (chown, chmod), or choose another output_dir"
 _REFUSALS: Final = {
@@ -115,16 +116,23 @@ def max_handles() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def allow_handles() -> None:
+def allow_handles() -> str | None:
     """Let this process and those that it starts have more files open, as far as the machine allows it unasked.
 
-    Shells often start with 1024, which an orchestrator or a server with as many connections passes.
+    Shells often start with 1024, which an orchestrator or a server with as many connections passes. Returns what to
+    say where so few are left; else None.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_HANDLES if hard == resource.RLIM_INFINITY else min(hard, MAX_HANDLES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # as where a container forbids it: then it stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if max_handles() >= FEW_HANDLES:
+        return None
+    return (
+        f"a process may have {max_handles()} files and connections open here (ulimit -Hn), and each rollout under way "
+        "takes one: where rollouts fail for want of a connection, allow more, or lower max_concurrent"
+    )
 
 
 class LooseFile:

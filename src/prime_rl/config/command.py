@@ -112,7 +112,8 @@ def _front(
 def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
     start_recording(name)
     spare_streams()
-    allow_handles()
+    if (few := allow_handles()) is not None and is_first_rank():
+        print(f"{name}: note: {few}", file=sys.stderr)
     is_debug = config.log.level == "debug"
     try:
         if is_first_rank() and lifeline.VARIABLE not in os.environ:
