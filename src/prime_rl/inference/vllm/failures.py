@@ -45,8 +45,11 @@ class RecordCause(logging.Handler):
         if error is None or type(error).__name__ in CONSEQUENCES or not str(record.msg).startswith(FATAL):
             return
         line = json.dumps({"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE]}) + "\n"
-        with Path(self.path).open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with Path(self.path).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError:  # a full disk, most likely: the cause is then only in the log
+            self.handleError(record)
 
 
 def logging_config(path: Path, environ: dict[str, str]) -> dict[str, Any]:
