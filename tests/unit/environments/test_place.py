@@ -55,6 +55,16 @@ async def test_neighbours_of_one_that_blocks_its_worker_are_told_from_it_when_it
         assert pool.num_restarts == 2
 
 
+async def test_a_deadline_is_put_off_by_the_time_for_which_this_process_was_stopped(tmp_path, monkeypatch):
+    async with pool_over(spec_of("stuck"), tmp_path, grace_s=0.2) as pool:
+        began = asyncio.get_running_loop().time()
+        running = asyncio.create_task(pool.run(request_of(0, timeout_s=0.3)))
+        await until(lambda: pool.load.in_flight == 1)
+        monkeypatch.setattr(places.activity, "lost_s", lambda: 1.5)
+        assert outcome(await running)[0] is FailureKind.TIMEOUT
+        assert asyncio.get_running_loop().time() - began >= 0.3 + 0.2 + 1.5
+
+
 async def test_a_rollout_that_waits_for_its_group_is_not_to_blame_for_its_worker(tmp_path):
     async with pool_over(spec_of("ok", "exit", scores_groups=True), tmp_path) as pool:
         waits = asyncio.create_task(pool.run(group_request_of(0, group=1)))
