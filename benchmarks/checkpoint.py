@@ -4,10 +4,10 @@
     python benchmarks/checkpoint.py --device cuda       the 0.6B shape in bfloat16 with float32 weights and AdamW: 7 GB
     python benchmarks/checkpoint.py --json FILE         the figures as well
 
-Every variant is `trainer` on made-up batches in a process of its own. A period is the time from one row of metrics to the
-next: a row is written at the end of a step, before its checkpoint, so the period behind it holds what training waits for
-the checkpoint and all of the next step, whose update waits for the copy. Figures are medians after a warm-up that holds
-the first checkpoint; `all` is the mean of all periods, in which the writing beside training shows.
+Every variant is `trainer` on made-up batches in a process of its own. A period is the time from one row of metrics to
+the next: a row is written at the end of a step, before its checkpoint, so the period behind it holds what training
+waits for the checkpoint and all of the next step, whose update waits for the copy. Figures are medians after a warm-up
+that holds the first checkpoint; `all` is the mean of all periods, in which the writing beside training shows.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -105,7 +106,7 @@ def figures(times: list[float]) -> Figures:
 
     A checkpoint behind step n lies between rows n and n + 1.
     """
-    periods = {step: later - earlier for step, (earlier, later) in enumerate(zip(times, times[1:], strict=False))}
+    periods = {step: later - earlier for step, (earlier, later) in enumerate(pairwise(times))}
     counted = {step: period for step, period in periods.items() if step >= INTERVAL + 2}
     saving = [period for step, period in counted.items() if (step + 1) % INTERVAL == 0]
     other = [period for step, period in counted.items() if (step + 1) % INTERVAL]

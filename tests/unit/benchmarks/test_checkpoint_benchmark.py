@@ -1,14 +1,19 @@
-import sys
+"""What `benchmarks/checkpoint.py` makes of the times of a run."""
+
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-import checkpoint
+@pytest.fixture
+def checkpoint(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("checkpoint")
 
 
-def test_a_checkpoint_counts_for_the_period_behind_its_row():
+def test_a_checkpoint_counts_for_the_period_behind_its_row(checkpoint):
     times, now = [], 0.0
     for step in range(21):
         times.append(now)
@@ -18,7 +23,7 @@ def test_a_checkpoint_counts_for_the_period_behind_its_row():
     assert found.all == pytest.approx((10 * 1.0 + 3 * 3.0) / 13)
 
 
-def test_the_table_measures_by_the_run_that_saves_nothing():
+def test_the_table_measures_by_the_run_that_saves_nothing(checkpoint):
     rows = {
         "no save": checkpoint.Figures(other=2.0, saving=2.0, all=2.0),
         "synchronous": checkpoint.Figures(other=2.0, saving=3.0, all=2.2),
