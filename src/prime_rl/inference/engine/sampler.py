@@ -56,12 +56,13 @@ class Sampler:
 
     def sample(self, logits_SV: Tensor, sequences: Seq[Sequence]) -> Sampled:
         """One token for each sequence; `logits_SV` may be overwritten. FloatingPointError when they are not finite."""
-        if self._row_by_row and len(sequences) > 1:
-            rows = [self.sample(logits_SV[row : row + 1], [sequence]) for row, sequence in enumerate(sequences)]
-            return _together(rows)
         if self._plan.sequences != sequences:
             self._plan = Plan(list(sequences), self.device)
         plan = self._plan
+        by_kernel = self.kernels is not None and plan.plain  # which sees one row at a time
+        if self._row_by_row and not by_kernel and len(sequences) > 1:
+            rows = [self.sample(logits_SV[row : row + 1], [sequence]) for row, sequence in enumerate(sequences)]
+            return _together(rows)
         indices = np.fromiter((s.num_generated for s in sequences), np.uint64, len(sequences))
         draws_S = torch.from_numpy(uniform(plan.seeds, indices)).to(self.device)
         logits_SV = logits_SV.float()
