@@ -24,6 +24,7 @@ from prime_rl.orchestrator.dispatch import Job
 from prime_rl.orchestrator.faults import FaultLedger
 from prime_rl.orchestrator.orchestrator import Extensions, Orchestrator, build_policy, orchestrate
 from prime_rl.orchestrator.scoring import build_scorer
+from prime_rl.orchestrator.state import EvaluationState
 from prime_rl.paths import RunPaths
 from prime_rl.transport.batches import BatchReader, BatchWriter
 
@@ -432,6 +433,9 @@ class TwentyForEveryVersion:
 
     def metrics(self):
         return {"evaluation/dispatched": float(len(self.begun))}
+
+    def snapshot(self):
+        return EvaluationState(dispatched=len(self.begun), ends=[])
 
     async def run(self, version, servers):
         assert len(servers) == 1

@@ -7,7 +7,7 @@ from tests.doubles.trainer import digest_of, publish_number
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.environments.client import open_clients
-from prime_rl.errors import ArtifactError, InferenceError
+from prime_rl.errors import ArtifactError, DeadlineExceeded, InferenceError
 from prime_rl.orchestrator import policy as policy_module
 from prime_rl.orchestrator.fleet import Fleet, State, Target
 from prime_rl.orchestrator.policy import Policy
@@ -172,3 +172,50 @@ async def test_weights_that_are_not_allowed_yet_wait_although_newer_ones_are_the
     policy.newest_allowed = lambda: 2
     assert await relay_until(policy, 2) == [2]
     assert inference.version == 2
+
+
+async def test_a_server_with_newer_weights_of_the_run_is_given_those_that_the_run_goes_on_with(
+    fleet, inference, tmp_path
+):
+    for step in (1, 2, 3):
+        publish_number(tmp_path / "weights", step)
+    inference.version, inference.digest = 3, digest_of(3)
+    policy = Policy(fleet, tmp_path / "weights")
+    await policy.start(5.0, version=2)
+    assert (inference.version, inference.digest, policy.version) == (2, digest_of(2), 2)
+    assert fleet.may_assign(2)
+    assert not fleet.may_assign(3)
+    assert await relay_until(policy, 3) == [3]
+
+
+async def test_a_server_that_serves_what_the_run_goes_on_with_is_left_as_it_is(fleet, inference, tmp_path):
+    publish_number(tmp_path / "weights", 2)
+    inference.version, inference.digest = 2, digest_of(2)
+    await Policy(fleet, tmp_path / "weights").start(5.0, version=2)
+    assert (inference.num_reloads, inference.updates) == (0, [])
+
+
+async def test_a_process_that_is_started_again_may_reload_its_own_servers(fleet, inference, tmp_path):
+    publish_number(tmp_path / "weights", 2)
+    inference.version, inference.digest = 3, "ab"
+    await Policy(fleet, tmp_path / "weights", may_reload=False).start(5.0, version=2, again=True)
+    assert (inference.version, inference.digest) == (2, digest_of(2))
+
+
+async def test_the_newest_complete_weights_up_to_a_step_are_found(fleet, tmp_path):
+    policy = Policy(fleet, tmp_path / "weights")
+    assert await policy.newest(5) == 0
+    for step in (1, 3, 6):
+        publish_number(tmp_path / "weights", step)
+    (tmp_path / "weights" / "step_5").mkdir()
+    assert [await policy.newest(most) for most in (0, 2, 5, 6, None)] == [0, 1, 3, 6, 6]
+
+
+async def test_weights_that_a_run_goes_on_with_are_waited_for_and_no_longer_than_may_be(fleet, tmp_path):
+    policy = Policy(fleet, tmp_path / "weights")
+    with pytest.raises(DeadlineExceeded, match=r"weights/step_4, which the run is to go on with, did not appear"):
+        await policy.appear(4, 0.1)
+    waiting = asyncio.create_task(policy.appear(4, 30.0))
+    await asyncio.sleep(0)
+    publish_number(tmp_path / "weights", 4)
+    await waiting

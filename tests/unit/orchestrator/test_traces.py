@@ -259,3 +259,67 @@ def test_all_that_waits_is_written_before_the_end(tmp_path, number):
     written(tmp_path, *(ended_of(index, result=rollout_of(index)) for index in range(number)))
     rows = [json.loads(line) for line in (tmp_path / "step_3/sums/results.jsonl").read_text().splitlines()]
     assert [row["rollout_id"] for row in rows] == list(range(number))
+
+
+def rows_in(root):
+    return {
+        path.relative_to(root).parent.as_posix(): [
+            json.loads(line)["rollout_id"] for line in path.read_text().splitlines()
+        ]
+        for path in sorted(root.glob("step_*/**/results.jsonl"))
+    }
+
+
+def go_on(tmp_path, *ended, had_ended, **fields):
+    async def write():
+        async with open_traces(config_of(**fields), tmp_path, ended=had_ended) as traces:
+            for one in ended:
+                traces.note(one)
+
+    asyncio.run(write())
+
+
+def test_where_a_run_goes_on_rows_of_rollouts_that_are_run_again_go_and_no_rollout_has_two(tmp_path):
+    before = [ended_of(n, batch=n // 2, result=rollout_of(n, reward=float(n)), advantage=0.0) for n in range(6)]
+    written(tmp_path, *before)
+    with (tmp_path / "step_1" / "sums" / "results.jsonl").open("ab") as file:
+        file.write(b'{"rollout_id": 99, "cut')
+    again = [ended_of(n, batch=1, result=rollout_of(n, reward=10.0), advantage=0.0) for n in (3, 4)]
+    go_on(tmp_path, *again, had_ended=lambda rollout_id: rollout_id < 3)
+    assert rows_in(tmp_path) == {"step_0/sums": [0, 1], "step_1/sums": [2, 3, 4]}
+    assert not (tmp_path / "step_2").exists(), "nothing is left of it"
+    metadata = json.loads((tmp_path / "step_1" / "sums" / "metadata.json").read_text())
+    assert metadata["avg_reward"] == pytest.approx((2 + 10 + 10) / 3), "over the rows of both processes"
+    assert len(load_outputs(tmp_path / "step_1" / "sums")) == 3
+
+
+def test_a_rollout_that_was_written_twice_keeps_its_first_row(tmp_path):
+    written(tmp_path, ended_of(0, result=rollout_of(0), advantage=0.0))
+    path = tmp_path / "step_3" / "sums" / "results.jsonl"
+    line = path.read_bytes()
+    path.write_bytes(line + line)
+    go_on(tmp_path, had_ended=lambda rollout_id: True)
+    assert path.read_bytes() == line
+
+
+def test_a_run_that_begins_anew_leaves_nothing_of_what_one_without_batches_had_written(tmp_path):
+    written(tmp_path, ended_of(0, result=rollout_of(0), advantage=0.0), ended_of(1, kind="cancelled", why="stale"))
+    written(tmp_path, ended_of(1, batch=7, result=rollout_of(1), advantage=0.0))
+    assert rows_in(tmp_path) == {"step_7/sums": [1]}
+
+
+def test_what_earlier_processes_wrote_counts_in_the_room_that_there_is(tmp_path):
+    written(tmp_path, *(ended_of(n, batch=n, result=rollout_of(n), advantage=0.0) for n in range(3)))
+    size = (tmp_path / "step_0" / "sums" / "results.jsonl").stat().st_size
+    late = [ended_of(n, batch=n, result=rollout_of(n), advantage=0.0) for n in (3, 4)]
+    go_on(tmp_path, *late, had_ended=lambda rollout_id: True, max_traces_gb=3.5 * size / GIB)
+    assert list(rows_in(tmp_path)) == ["step_2/sums", "step_3/sums", "step_4/sums"]
+
+
+def test_a_damaged_row_ends_the_traces_and_not_the_run(tmp_path, caplog):
+    written(tmp_path, ended_of(0, result=rollout_of(0), advantage=0.0))
+    path = tmp_path / "step_3" / "sums" / "results.jsonl"
+    path.write_bytes(b"not a row\n" + path.read_bytes())
+    go_on(tmp_path, ended_of(1, result=rollout_of(1), advantage=0.0), had_ended=lambda rollout_id: True)
+    assert "Rollouts are no longer written to" in caplog.text
+    assert "1 rollouts are not in" in caplog.text
