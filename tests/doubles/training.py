@@ -1,7 +1,8 @@
 """Training as the trainer does it, on batches that are there already: what a test runs on each rank."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from prime_rl.trainer.optim.optimizer import build_optimizer
 from prime_rl.trainer.perf import PerfMeter, cost_of
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.streams import LossFunction, LossOutput, TokenStreams
 from prime_rl.trainer.trainer import LoopOptions, Trainer
 
 VOCAB_SIZE = 300
@@ -42,6 +44,8 @@ class Case:
     bucket_bytes: int = host_state.BUCKET_BYTES
     """With `optim_cpu_offload`: of how much optimizer state visits the device at once."""
     steps: range = range(5)
+    spoilt: tuple[int, int] | None = None
+    """A step and a rank whose loss is NaN then; such a step is left out."""
     load: Path | None = None
     save: Path | None = None
 
@@ -105,16 +109,21 @@ def _train(ranks: Ranks, case: Case) -> Trained:
     if case.load is not None:
         load_state(case.load, model, optimizer)
     monitor, publisher = FakeMonitor(), _Publisher()
+    given = _Batches([batches()[step] for step in case.steps])
     Trainer(
         model=model,
         optimizer=optimizer,
-        batches=_Batches([batches()[step] for step in case.steps]),
-        loss=build_loss(LossConfig(kl_tau=0.1)),
+        batches=given,
+        loss=_loss(given, ranks, case.spoilt),
         publisher=publisher,
         monitor=monitor,
         meter=PerfMeter(cost_of(model.model, read_json(case.directory / "config.json")), ranks, "cpu"),
         options=LoopOptions(
-            max_steps=len(case.steps), max_row_tokens=ROW_TOKENS, row_cost=CostModel(linear=1.0), ranks=ranks
+            max_steps=len(case.steps),
+            max_row_tokens=ROW_TOKENS,
+            row_cost=CostModel(linear=1.0),
+            ranks=ranks,
+            max_skipped_steps=0 if case.spoilt is None else 1,
         ),
     ).run()
     if case.save is not None:
@@ -134,14 +143,27 @@ def _whole(model: TrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
+def _loss(given: "_Batches", ranks: Ranks, spoilt: tuple[int, int] | None) -> LossFunction:
+    loss = build_loss(LossConfig(kl_tau=0.1))
+
+    def spoilt_loss(streams: TokenStreams) -> LossOutput:
+        output = loss(streams)
+        factor = math.nan if (given.step, ranks.rank) == spoilt else 1.0
+        return replace(output, sums={name: factor * total for name, total in output.sums.items()})
+
+    return spoilt_loss
+
+
 class _Batches:
     def __init__(self, batches: Sequence[TrainingBatch]) -> None:
         self._batches = batches
+        self.step = -1
 
     def wait(self, step: int, idle: Callable[[], None]) -> None:
         idle()
 
     def next(self, step: int) -> TrainingBatch:
+        self.step = step
         return self._batches[step]
 
 
