@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import NoReturn, TypeVar
@@ -100,12 +101,10 @@ def _front(
                 check(resolved.config)
             return resolved.config
     except PrimeRLError as error:  # the same on every rank
-        if is_debug:
-            raise
-        if not is_first_rank():
+        if not is_first_rank() and not is_debug:
             time.sleep(FIRST_RANK_S)  # torchrun ends all ranks when one has ended: let the first one say why
             sys.exit(1)
-        _end(name, error)
+        _end(name, error, is_debug=is_debug)
     return None
 
 
@@ -121,21 +120,25 @@ def _work(name: str, config: Config, work: Callable[[Config], None]) -> None:
             check_writable(paths.output_dir, *(root for root in paths.roots if root.is_dir()))
         work(config)
     except PrimeRLError as error:
-        if is_debug:
-            raise
-        _end(name, error)
+        _end(name, error, is_debug=is_debug)
     except OSError as error:
         if is_debug or not is_refusal(error):
             raise
         where = error.filename or "the run cannot go on"
-        _end(name, DiskError(f"{where}: {refusal(error, error.filename or config.output_dir)}"))
+        disk = DiskError(f"{where}: {refusal(error, error.filename or config.output_dir)}")
+        _end(name, disk, is_debug=False)
 
 
-def _end(name: str, error: PrimeRLError) -> NoReturn:
-    """Say why, and end."""
+def _end(name: str, error: PrimeRLError, *, is_debug: bool) -> NoReturn:
+    """Say why, and end; for who debugs, with a traceback."""
+    code = exit_code(error)
+    if is_debug and code == 1:
+        raise error
     tell_torchrun(str(error))
+    if is_debug:
+        traceback.print_exception(error)
     said = f"{name}: {error}"
-    if (code := exit_code(error)) == 1:
+    if code == 1:
         sys.exit(said)
     print(said, file=sys.stderr)
     sys.exit(code)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from tests.doubles.disks import small_disk
 
+from prime_rl import lifeline
 from prime_rl.config.command import begin, run_command
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import write_toml
-from prime_rl.errors import ConfigError
+from prime_rl.errors import FINAL, ConfigError, InferenceError
 from prime_rl.logs import get_logger
 
 FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
@@ -193,6 +194,29 @@ def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
         run_command("trainer", TrainerConfig, fail, argv=[])
     with pytest.raises(ValueError, match="no such file"):
         run_command("trainer", TrainerConfig, fail, argv=["--log.level", "debug"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--log.level", "debug"]])
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("optim.lr: too high"), FINAL), (InferenceError("nobody answers"), 1)]
+)
+def test_a_process_of_rl_tells_by_its_exit_code_whether_a_restart_can_mend_it(monkeypatch, capsys, argv, error, code):
+    def fail(config: TrainerConfig) -> None:
+        raise error
+
+    monkeypatch.setenv(lifeline.VARIABLE, lifeline.launcher_token())
+    if argv and code == 1:
+        with pytest.raises(InferenceError):
+            run_command("trainer", TrainerConfig, fail, argv=argv)
+        return
+    with pytest.raises(SystemExit) as caught:
+        run_command("trainer", TrainerConfig, fail, argv=argv)
+    said = f"trainer: {error}"
+    assert caught.value.code == (FINAL if code == FINAL else said)
+    if code == FINAL:
+        printed = capsys.readouterr().err
+        assert printed.endswith(f"{said}\n")
+        assert ("Traceback" in printed) == bool(argv)
 
 
 @pytest.mark.parametrize("argv", [["--optim.lr", "fast"], []])

@@ -321,3 +321,27 @@ def test_two_keys_need_two_variables():
     own = ("--orchestrator.teacher-model.client.api-key-var", "TEACHER_KEY")
     *_, orchestrator, _ = plan_rl(rl(*TEACHER, *keys, *own), LAPTOP)
     assert (orchestrator.env["OPENAI_API_KEY"], orchestrator.env["TEACHER_KEY"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), 300.0),
+        (("--recovery-interval", "60"), 60.0),
+        (("--no-supervise",), None),
+        (("--no-supervise", "--trainer.recovery-interval", "7"), 7.0),
+        (("--trainer.recovery-interval", "7"), 7.0),
+    ],
+)
+def test_a_trainer_that_is_supervised_has_recovery_checkpoints(argv, expected):
+    *_, trainer = plan_rl(rl(*argv), LAPTOP)
+    assert trainer.config.recovery_interval == expected
+
+
+def test_servers_and_router_say_where_they_listen():
+    machine = Machine(gpus=(), num_cpus=8, router="vllm-router")
+    specs = plan_rl(
+        rl("--inference.parallel.dp", "2", "--inference.server.port", "8100", "--inference.router"), machine
+    )
+    ports = {spec.name: spec.port for spec in specs}
+    assert ports == {"inference-0": 8101, "inference-1": 8102, "router": 8100, "orchestrator": None, "trainer": None}

@@ -2,7 +2,7 @@ import json
 
 from tests.doubles.disks import small_disk
 
-from prime_rl.monitors.base import FakeMonitor, FanOut, JsonlMonitor, read_metrics
+from prime_rl.monitors.base import FakeMonitor, FanOut, JsonlMonitor, MetricsTail, read_metrics
 
 
 def test_rows_are_appended_and_read_back(tmp_path):
@@ -54,3 +54,19 @@ def test_every_monitor_gets_every_row():
     assert first.rows == second.rows == [(3, {"a": 1.0})]
     assert first.closed
     assert second.closed
+
+
+def test_a_file_that_was_exchanged_for_a_shorter_one_is_read_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [f'{{"step": {step}}}\n' for step in range(4)]
+    path.write_text("".join(rows))
+    tail = MetricsTail(path)
+    assert [row["step"] for row in tail.read()] == [0, 1, 2, 3]
+    exchanged = tmp_path / "exchanged"
+    exchanged.write_text("".join(rows[:2]))
+    exchanged.replace(path)
+    with path.open("a") as file:
+        file.writelines(rows[2:])
+    assert [row["step"] for row in tail.read()] == [0, 1, 2, 3]
+    path.write_text(rows[0])
+    assert [row["step"] for row in tail.read()] == [0]

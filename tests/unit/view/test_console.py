@@ -3,6 +3,7 @@ from tests.doubles.disks import small_disk
 from prime_rl.monitors.base import JsonlMonitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.paths import RunPaths
+from prime_rl.resume import drop_rows
 from prime_rl.view.console import RLConsole
 
 
@@ -66,3 +67,33 @@ def test_a_curve_that_a_full_disk_refuses_is_no_error_and_leaves_no_half_of_it(t
     assert "reward.svg is not written: the disk is full (" in out
     assert "0.500 at the first step" in out
     assert "curve    " not in out
+
+
+def test_of_a_run_that_goes_on_only_what_is_to_come_is_shown(tmp_path, capsys):
+    paths = RunPaths(tmp_path)
+    orchestrator, trainer = JsonlMonitor(paths.metrics("orchestrator")), JsonlMonitor(paths.metrics("trainer"))
+    for step in range(3):
+        orchestrator.log({"reward/mean": step / 8}, step=step)
+        trainer.log({"time/step": 1.0}, step=step)
+    with EventLog.opened(paths.events) as log:
+        log.write("of yesterday")
+    console = RLConsole(paths, max_steps=5, has_server=True, is_new=False)
+    console.opening("a-model")
+    console.tick()
+    assert "the run that is there goes on after 3 steps" in capsys.readouterr().out
+    drop_rows(paths.metrics("trainer"), 2)  # its trainer goes on from step 2
+    trainer.close()
+    trainer = JsonlMonitor(paths.metrics("trainer"))
+    trainer.log({"time/step": 1.0}, step=2)
+    console.tick()
+    assert "3/5" not in capsys.readouterr().out  # that was shown by the launcher before
+    orchestrator.log({"reward/mean": 0.875}, step=3)
+    trainer.log({"time/step": 1.0}, step=3)
+    console.tick()
+    out = capsys.readouterr().out
+    assert "4/5" in out
+    assert "0.8750" in out
+    assert "reward" in out  # the header
+    assert "of yesterday" not in out
+    orchestrator.close()
+    trainer.close()
