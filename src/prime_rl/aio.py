@@ -29,6 +29,7 @@ async def acting_timeout(seconds: float) -> AsyncIterator[None]:
     """`asyncio.timeout`, but for the time in which this process was stopped, and could do nothing of it."""
     loop = asyncio.get_running_loop()
     end, lost_s = loop.time() + seconds, activity.lost_s()
+    handle: asyncio.TimerHandle
     async with asyncio.timeout(None) as timer:
 
         def look() -> None:
