@@ -58,6 +58,7 @@ def cause_with(run, words):
     return said
 
 
+@pytest.mark.timeout(900)
 def test_whoever_is_stopped_is_named_as_the_cause_and_the_run_completes_when_all_go_on(start_rl):
     run = start_rl(steps=STEPS)
     for step, (name, words) in enumerate(
@@ -88,6 +89,7 @@ def test_whoever_is_stopped_is_named_as_the_cause_and_the_run_completes_when_all
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_process_that_hangs_is_told_of_and_started_again(start_rl):
     run = start_rl("--hang-timeout", "30", steps=6)
     await_event(run, "orchestrator", "batch_complete", 1)
