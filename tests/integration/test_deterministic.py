@@ -32,7 +32,8 @@ def batches(run: RunPaths) -> list[bytes]:
 
 
 def weights(run: RunPaths, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(step_dir(run.weights, step) / "model.safetensors")
+    found: dict[str, torch.Tensor] = load_file(step_dir(run.weights, step) / "model.safetensors")
+    return found
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
