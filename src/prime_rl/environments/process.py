@@ -7,6 +7,7 @@ stay for ever, and may hold its end of the socket, so that nobody would notice t
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from prime_rl import activity, lifeline
+from prime_rl.disk import is_refusal, refusal
 from prime_rl.environments.frames import Frames
 from prime_rl.logs import get_logger
 
@@ -51,7 +53,7 @@ class WorkerProcess:
             frames = await Frames.over(ours)
             # Nothing is awaited from here on: whoever is cancelled has either no process, or one that it knows.
             try:
-                with log.open("ab") as file:
+                with _opened(log) as file:
                     return cls(_spawn(theirs, file), frames, label)
             except OSError:
                 frames.abort()
@@ -112,6 +114,17 @@ class WorkerProcess:
         elif is_gone:
             self._signal_all()
         self._next_look = self._clock.call_later(LOOK_INTERVAL_S, self._look, is_gone)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    """For appending; where the disk refuses, what the worker says is lost. Raises: OSError where files ran out."""
+    try:
+        return log.open("ab")
+    except OSError as error:
+        if not is_refusal(error) or error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        _logger.warning("%s is not written, and the run goes on: %s", log, refusal(error, log))
+        return Path(os.devnull).open("ab")
 
 
 def _spawn(connection: socket.socket, log: IO[bytes]) -> subprocess.Popen[bytes]:

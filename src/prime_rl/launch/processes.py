@@ -21,6 +21,7 @@ import psutil
 
 from prime_rl import activity, lifeline
 from prime_rl.config.writing import write_toml
+from prime_rl.disk import refusal
 from prime_rl.errors import ProcessFailed
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.plan import config_path
@@ -65,11 +66,11 @@ def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0, env: Mapping[
         write_toml(spec.config, config)
         argv = [sys.executable, *_torchrun(spec.num_ranks), "-m", "prime_rl.cli", spec.command, "@", str(config)]
     log = RunPaths(output_dir).log(spec.name)
-    log.parent.mkdir(parents=True, exist_ok=True)
     token = lifeline.launcher_token()
     mark = f"{token}/{spec.name}/{number}"
     own = {lifeline.VARIABLE: token, MARK: mark, activity.NAME: spec.name}
     try:
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             process = subprocess.Popen(
                 argv,
@@ -80,7 +81,7 @@ def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0, env: Mapping[
                 start_new_session=True,
             )
     except OSError as error:
-        raise ProcessFailed(f"{spec.name} cannot be started: {error.strerror or error}") from error
+        raise ProcessFailed(f"{spec.name} cannot be started: {refusal(error, log)}") from error
     return Running(spec, process, log, mark, time.monotonic())
 
 

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 import pytest
+from tests.doubles.disks import small_disk
 from tests.unit.environments.scripted import children, grown, pool_over, request_of, spec_of, until
 
 from prime_rl.environments import process as processes
@@ -121,3 +122,12 @@ async def test_a_pool_that_is_closed_in_the_moment_in_which_a_worker_is_ready_en
     assert place.served.done()
     await pool.close()
     assert [process.returncode for process in spawned] != [None]
+
+
+async def test_a_worker_whose_log_a_disk_refuses_works_without_one(tmp_path, spawned, caplog):
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        disk.make_read_only()
+        worker = await WorkerProcess.start(disk.root / "worker.log")
+        await worker.end(0.0)
+    assert len(spawned) == 1
+    assert "worker.log is not written, and the run goes on: the file system is read-only" in caplog.text
