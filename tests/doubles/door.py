@@ -114,5 +114,10 @@ async def load(spec: EnvironmentSpec) -> Scripted:
         raise ModuleNotFoundError(spec.args["crash"])
     if "die" in spec.args or os.path.exists(spec.args.get("die_while", "/nowhere")):  # noqa: ASYNC240 - before anything runs
         os._exit(9)
+    if os.path.exists(kill := spec.args.get("kill_once", "/nowhere")):  # noqa: ASYNC240 - before anything runs
+        os.unlink(kill)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "kill" in spec.args:
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(spec.args.get("load_s", 0.0))  # noqa: ASYNC251 - as building a data set does
     return Scripted(spec)

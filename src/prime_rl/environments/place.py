@@ -50,10 +50,16 @@ T = TypeVar("T", RolloutRequest, Rollout)
 
 MAX_PAUSE_S: Final = 30.0
 """Longest pause before an environment that could not be loaded again is tried again."""
+FIRST_LOADS: Final = 3
+"""Times that an environment is loaded at first while something kills the process that loads it."""
 SILENCE_S: Final = 2.0
 """A process of which nothing is heard for longer stands still; it tells its state every second."""
 
 _logger = get_logger(__name__)
+
+
+class _KilledWhileLoading(EnvironmentSetupError):
+    """A signal ended the process, which says nothing of the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +97,9 @@ class _Held:
     is_generated: bool = False
     """It waits for its group, and not for its own process."""
     is_overdue: bool = False
+    """The process was killed, for it was past this one's deadline."""
     lost_s: float = field(default_factory=activity.lost_s)
     """Seconds for which this process had been stopped when the deadline was set."""
-    """The process was killed, for it was past this one's deadline."""
 
 
 class Place:
@@ -234,9 +240,10 @@ class Place:
             try:
                 reason = await self._serve_one()
             except EnvironmentSetupError as error:
-                if self._is_first and self.ready is None:
-                    raise
                 self._failed_loads += 1
+                may_be_chance = isinstance(error, _KilledWhileLoading) and self._failed_loads < FIRST_LOADS
+                if self._is_first and self.ready is None and not may_be_chance:
+                    raise
                 reason = f"did not come up ({error})"
             else:
                 self._deaths_in_a_row += 1
@@ -305,10 +312,10 @@ class Place:
         if isinstance(answer, WorkerRefused):
             raise EnvironmentSetupError(answer.message)
         if not isinstance(answer, WorkerReady):
-            ending = self._ending(await process.end(self._limits.close_s))
-            raise EnvironmentSetupError(
-                f"environment {self._spec.label!r}: its worker {ending} while it loaded; {self._where_to_look}"
-            )
+            code = await process.end(self._limits.close_s)
+            kind = _KilledWhileLoading if code is not None and code < 0 else EnvironmentSetupError
+            ending = self._ending(code)
+            raise kind(f"environment {self._spec.label!r}: its worker {ending} while it loaded; {self._where_to_look}")
         self.ready = answer
 
     def _begin(self) -> None:

@@ -321,6 +321,21 @@ async def test_a_worker_that_ends_while_it_loads_is_told_with_its_log(tmp_path):
             raise AssertionError("the pool was handed out")
 
 
+async def test_a_worker_that_is_killed_while_it_loads_the_first_time_is_replaced(tmp_path):
+    (tmp_path / "kill").touch()
+    async with pool_over(spec_of("ok", kill_once=str(tmp_path / "kill")), tmp_path) as pool:
+        assert (await pool.run(request_of(0))).failure is None
+        assert pool.num_restarts == 1
+    assert not (tmp_path / "kill").exists()
+
+
+async def test_an_environment_that_never_loads_because_its_worker_is_killed_is_given_up(tmp_path, caplog):
+    with pytest.raises(EnvironmentSetupError, match=r"its worker ended with SIGKILL while it loaded"):
+        async with pool_over(spec_of("ok", kill=True), tmp_path):
+            raise AssertionError("the pool was handed out")
+    assert caplog.text.count("starting another") == 2
+
+
 async def test_lost_servers_are_told_to_every_worker_and_to_those_that_come_after(tmp_path):
     def told(number):
         return (tmp_path / f"scripted-{number}.log").read_text()
