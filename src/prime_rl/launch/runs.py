@@ -34,7 +34,7 @@ from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.processes import is_there, kill, marked
 from prime_rl.launch.servers import check_ports
-from prime_rl.launch.supervise import recovering
+from prime_rl.launch.supervise import over_files, recovering
 from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
 from prime_rl.resume import go_back
 from prime_rl.transport.checkpoints import choose, step_of
@@ -194,7 +194,7 @@ def end_leftovers(entries: Sequence[Entry]) -> None:
 def _begun(config: BaseModel, decision: Decision) -> BaseModel:
     """The configuration of a process of a run that begins so."""
     if decision.beginning is Beginning.GOES_ON:
-        return recovering(config)
+        return over_files(recovering(config))
     checkpoints = getattr(config, "ckpt", None)
     if decision.step is None or checkpoints is None:
         return config
