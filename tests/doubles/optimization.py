@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from prime_rl.config.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.config.optim import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.optim.optimizer import Optimizer, build_optimizer
 from prime_rl.trainer.ranks import Ranks
 

@@ -32,7 +32,7 @@ async def train(
     step_s: float = 0.0,
     before_publishing: Callable[[int], Awaitable[object]] | None = None,
 ) -> list[TrainingBatch]:
-    """Consume the batches of a run from `first` on, taking `step_s` for each; `before_publishing` is told the step of the weights."""
+    """Consume the batches of a run from `first` on, taking `step_s` for each; `before_publishing` is told each step."""
     paths = RunPaths(output_dir)
     reader = BatchReader(paths.rollouts)
     batches = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.config.trainer import AdamWConfig, MuonConfig, OptimizerConfig
+from prime_rl.config.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from prime_rl.trainer.optim import host_state
 from prime_rl.trainer.optim.optimizer import Optimizer, build_optimizer
 

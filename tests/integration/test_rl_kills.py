@@ -1,4 +1,4 @@
-"""Whatever is killed, `rl` without supervision ends quickly, says what happened, and leaves neither processes nor half-written files."""
+"""Whatever is killed, `rl` without supervision ends soon and says why; no process and no half-written file is left."""
 
 import os
 import signal

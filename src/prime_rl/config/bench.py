@@ -4,15 +4,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from prime_rl.config.artifacts import FilesystemBroadcastConfig, WeightsConfig
+from prime_rl.config.optim import ConstantSchedulerConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.trainer import (
-    BenchConfig,
-    ConstantSchedulerConfig,
-    FakeDataConfig,
-    RLDataConfig,
-    SFTConfig,
-    TrainerConfig,
-)
+from prime_rl.config.trainer import BenchConfig, FakeDataConfig, RLDataConfig, SFTConfig, TrainerConfig
 
 BENCH_STEPS: Final = 4
 """Steps that generation makes; the first warms up and is shown, but not counted."""

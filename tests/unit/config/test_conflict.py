@@ -155,6 +155,21 @@ CASES = [
         "leave tokenizer.name out",
         ["trainer.tokenizer.name = n (--trainer.tokenizer.name)", "trainer.model.name = m (--model.name)"],
     ),
+    (
+        "trainer --device cuda --deterministic",
+        "set device to cpu",
+        ["deterministic = true (--deterministic)", "device = cuda (--device)"],
+    ),
+    (
+        "trainer --replay outputs/rollouts --data.fake.batch-size 8",
+        "either recorded or made up",
+        ["replay = outputs/rollouts (--replay)", "data.fake (--data.fake.batch-size)"],
+    ),
+    (
+        "trainer --ckpt.skip-dataloader",
+        "the trainer has no data of its own",
+        ["ckpt.skip_dataloader = true (--ckpt.skip-dataloader)"],
+    ),
     # SFT
     (
         "sft --data.batch-size 9 --data.micro-batch-size 8",
@@ -224,6 +239,24 @@ CASES = [
         "orchestrator --batch-size 8 --token-batch-size 9",
         "set either",
         ["batch_size = 8 (--batch-size)", "token_batch_size = 9 (--token-batch-size)"],
+    ),
+    (
+        "orchestrator --deterministic --max-async-level 1",
+        "set max_async_level to 0",
+        ["deterministic = true (--deterministic)", "max_async_level = 1 (--max-async-level)"],
+    ),
+    (
+        "orchestrator --deterministic --max-async-level 0 --client.base-url http://a:1/v1,http://b:1/v1",
+        "several servers need not compute alike",
+        [
+            "deterministic = true (--deterministic)",
+            "client.base_url = [http://a:1/v1, http://b:1/v1] (--client.base-url)",
+        ],
+    ),
+    (
+        "orchestrator --deterministic --max-async-level 0 --bench",
+        "bench measures what depends on time",
+        ["deterministic = true (--deterministic)", "bench = true (--bench)"],
     ),
     # algorithms
     (
@@ -318,6 +351,16 @@ CASES = [
         "inference --kv-cache-offload.cpu.num-bytes 1024 --kv-cache-on-update keep",
         "leave one of them out",
         ["kv_cache_on_update = keep (--kv-cache-on-update)"],
+    ),
+    (
+        "inference --deterministic --backend vllm",
+        "set backend to 'embedded'",
+        ["deterministic = true (--deterministic)", "backend = vllm (--backend)"],
+    ),
+    (
+        "inference --deterministic --device cuda",
+        "set device to 'cpu'",
+        ["deterministic = true (--deterministic)", "device = cuda (--device)"],
     ),
     # evaluation
     (

@@ -43,12 +43,12 @@ def test_a_key_shows_its_type_range_and_default_as_the_command_line_takes_them(r
 
 
 def test_what_waits_for_something_says_so_in_the_list_the_section_and_the_key():
-    ckpt, later = "--ckpt.*  ", "Later: comes with checkpoints and resume."
-    assert any(ckpt in line and later in line for line in help_text(TrainerConfig, "trainer").splitlines())
+    wandb, later = "--wandb.*  ", "Later: comes with monitors."
+    assert any(wandb in line and later in line for line in help_text(TrainerConfig, "trainer").splitlines())
     model = help_text(TrainerConfig, "trainer", "model").splitlines()
     assert any("Later: other values come with mixtures of experts" in line for line in model)
-    assert later in help_text(TrainerConfig, "trainer", "ckpt")
-    assert later in help_text(TrainerConfig, "trainer", "ckpt.interval")
+    assert later in help_text(TrainerConfig, "trainer", "wandb")
+    assert later in help_text(TrainerConfig, "trainer", "wandb.project")
     assert "Later" not in help_text(TrainerConfig, "trainer", "scheduler")
 
 

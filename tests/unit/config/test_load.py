@@ -4,8 +4,9 @@ import pytest
 
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
+from prime_rl.config.optim import CosineSchedulerConfig, LinearSchedulerConfig
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.trainer import CosineSchedulerConfig, LinearSchedulerConfig, SFTConfig, TrainerConfig
+from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import to_toml, write_toml
 from prime_rl.errors import ConfigError
 

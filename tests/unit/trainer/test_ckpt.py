@@ -2,7 +2,7 @@ import pytest
 import torch
 from tests.doubles.disks import small_disk
 
-from prime_rl.config.trainer import AdamWConfig
+from prime_rl.config.optim import AdamWConfig
 from prime_rl.errors import ArtifactError, DiskError
 from prime_rl.models.decoder import DecoderConfig
 from prime_rl.models.hf import empty_decoder, initial_tensors, load_hf_tensors

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.unit.trainer.conftest import HF_CONFIG
 
-from prime_rl.config.trainer import AdamWConfig, LossConfig
+from prime_rl.config.optim import AdamWConfig
+from prime_rl.config.trainer import LossConfig
 from prime_rl.data.balance import CostModel
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError

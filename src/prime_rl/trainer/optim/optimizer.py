@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from prime_rl.config.trainer import (
+from prime_rl.config.optim import (
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
     LinearSchedulerConfig,

@@ -3,9 +3,10 @@
 import pytest
 
 from prime_rl.config.load import resolve
+from prime_rl.config.optim import ConstantSchedulerConfig, CosineSchedulerConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.roots import RLConfig
-from prime_rl.config.trainer import ConstantSchedulerConfig, CosineSchedulerConfig, TrainerConfig
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 
 LINEAR = """\

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.config.trainer import AdamWConfig, MuonConfig, SGDConfig
+from prime_rl.config.optim import AdamWConfig, MuonConfig, SGDConfig
 from prime_rl.trainer.optim.host_state import HostState
 from prime_rl.trainer.optim.optimizer import build_optimizer
 from prime_rl.trainer.optim.updates import Slot

@@ -9,7 +9,7 @@ from tests.doubles import optimization
 from tests.doubles.ranks import on_ranks
 from torch import nn
 
-from prime_rl.config.trainer import (
+from prime_rl.config.optim import (
     AdamWConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,

@@ -10,14 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from prime_rl.config.algorithms import CustomLossConfig, RefKLConfig
 from prime_rl.config.artifacts import AutoBroadcastConfig, NCCLBroadcastConfig
-from prime_rl.config.trainer import (
-    AdamWConfig,
-    FakeDataConfig,
-    RLDataConfig,
-    TrainerConfig,
-    TrainerModelConfig,
-    WeightsConfig,
-)
+from prime_rl.config.optim import AdamWConfig
+from prime_rl.config.trainer import FakeDataConfig, RLDataConfig, TrainerConfig, TrainerModelConfig, WeightsConfig
 from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
 from prime_rl.models.attention import PackedAttention
 from prime_rl.models.hf import load_decoder

@@ -4,15 +4,10 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+from prime_rl.config.artifacts import TrainerCheckpointConfig
+from prime_rl.config.optim import AdamWConfig
 from prime_rl.config.shared import TokenizerConfig, TrainerLogConfig
-from prime_rl.config.trainer import (
-    AdamWConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SFTFakeDataConfig,
-    TrainerModelConfig,
-    WeightsConfig,
-)
+from prime_rl.config.trainer import SFTConfig, SFTDataConfig, SFTFakeDataConfig, TrainerModelConfig, WeightsConfig
 from prime_rl.errors import ConfigError, DataError
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
@@ -125,3 +120,29 @@ def test_the_first_example_of_every_batch_is_logged_when_asked_for(config, caplo
         run(config.model_copy(update=again))
     assert "Batch 0 begins with '<|im_start|>user\\nquestion " in caplog.text
     assert "Batch 1 begins with " in caplog.text
+
+
+def test_data_begin_anew_where_that_is_asked_for(config, tmp_path):
+    """Which conversations a step had shows in the losses of weights that do not move."""
+    still = {"optim": AdamWConfig(lr=0.0), "weights": WeightsConfig()}
+
+    def losses(name: str, **values) -> list[float]:
+        run(config.model_copy(update={**still, "output_dir": tmp_path / name, **values}))
+        return [row["loss/mean"] for row in read_metrics(RunPaths(tmp_path / name).metrics("trainer"))]
+
+    def resumed(name: str, **ckpt) -> list[float]:
+        losses(name, max_steps=2, ckpt=TrainerCheckpointConfig())
+        return losses(name, max_steps=4, ckpt=TrainerCheckpointConfig(resume_step=2, **ckpt))
+
+    whole = losses("whole", max_steps=4)
+    assert len(set(whole)) == 4
+    assert resumed("goes on") == whole
+    assert resumed("anew", skip_dataloader=True) == whole[:2] * 2
+
+
+def test_a_data_set_that_has_changed_is_not_gone_on_with(config, tmp_path):
+    run(config.model_copy(update={"max_steps": 2, "ckpt": TrainerCheckpointConfig()}))
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('{"prompt": "one", "completion": "more"}\n')
+    with pytest.raises(DataError, match=r"has 21 rows, and had 20 .* ckpt\.skip_dataloader"):
+        run(config.model_copy(update={"max_steps": 4, "ckpt": TrainerCheckpointConfig(resume_step=-1)}))
