@@ -41,7 +41,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "cpu": Workload(shape="3.3m", dtype="float32", seq_len=512, batch_size=4),
+    "cpu": Workload(shape="3.3m", dtype="float32", seq_len=128, batch_size=4),
     "cuda": Workload(shape="0.6b", dtype="bfloat16", seq_len=8192, batch_size=8),
 }
 

@@ -28,6 +28,9 @@ OWN_ADVANTAGE = "test_a_function_that_cannot_be_called_is_refused_before_the_run
 PENALTY = "test_the_penalty_weighs_what_was_sampled_what_was_sent_and_turns"
 GIBBERISH = "test_gibberish_is_a_rare_token_that_was_itself_improbable"
 REPETITION = "test_repetition_is_a_stretch_of_nearly_certain_tokens_within_a_turn"
+ON_INTERVAL = "test_checkpoints_come_on_their_interval_and_at_the_end_and_weights_beside_them_stay"
+REFUSED_BY_DISK = "test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_serves"
+SKIPPED = "test_what_is_skipped_begins_anew_and_nothing_else"
 CLIPPED = "test_clipping_scales_large_gradients_only_and_reports_the_norm_they_had"
 TESTED = {
     # only with vLLM, or on a GPU
@@ -129,6 +132,22 @@ TESTED = {
             },
         }.items()
     },
+    # no run here has checkpoints
+    **{
+        f"{process} ckpt.{key}": f"{UNIT}/trainer/checkpoints/{test}"
+        for process in ("trainer", "sft")
+        for key, test in {
+            **dict.fromkeys(("interval", "keep_last"), f"test_build.py::{ON_INTERVAL}"),
+            "keep_interval": "test_retention.py::test_the_last_checkpoints_and_those_of_an_interval_stay",
+            "output_dir": "test_start.py::test_checkpoints_may_lie_elsewhere",
+            "resume_step": "test_start.py::test_resume_takes_the_step_that_was_asked_for_with_its_counts",
+            "save_async": f"test_build.py::{REFUSED_BY_DISK}",
+            "weights_only": "test_start.py::test_weights_alone_are_no_checkpoint_to_go_on_from",
+            **dict.fromkeys(("skip_optimizer", "skip_scheduler", "skip_progress"), f"test_build.py::{SKIPPED}"),
+        }.items()
+    },
+    "trainer ckpt.skip_dataloader": f"{UNIT}/config/test_trainer.py::test_the_trainer_has_no_data_to_start_anew",
+    "sft ckpt.skip_dataloader": f"{UNIT}/trainer/sft/test_train.py::test_data_begin_anew_where_that_is_asked_for",
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
         f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"

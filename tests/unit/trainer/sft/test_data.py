@@ -272,3 +272,18 @@ def test_made_up_examples_are_packed_as_others_are():
     batches = [source.next(step) for step in range(10)]
     assert all([row.num_tokens <= 128 for row in batch.micro_batches] == [True, True] for batch in batches)
     assert sum(batch.num_sequences for batch in batches) > 10 * 4  # more than one to a row
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_data_go_on_from_any_batch_with_what_was_carried_over(taken):
+    config = SFTFakeDataConfig(batch_size=2, seq_len=8, length="variable", input_ids="random")
+
+    def source() -> PackedExamples:
+        return PackedExamples(FakeExamples(config, vocab_size=50, seed=0), config, micro_batch_tokens=8)
+
+    one, other = source(), source()
+    for step in range(taken):
+        one.next(step)
+    other.seek(one.position())
+    for step in range(taken, taken + 4):
+        assert other.next(step) == one.next(step)

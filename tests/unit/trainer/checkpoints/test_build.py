@@ -1,0 +1,217 @@
+"""Whole runs of the trainer, as far as checkpoints show in them."""
+
+import itertools
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.errors import PrimeRLError
+from prime_rl.journal import history, read_journal
+from prime_rl.monitors.base import read_metrics
+from prime_rl.paths import RunPaths
+from prime_rl.trainer import build
+from prime_rl.trainer.checkpoints import writer
+from prime_rl.trainer.rl.build import train_rl
+from prime_rl.transport.batches import STATE, BatchReader, BatchWriter
+from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, complete_checkpoints, verify
+from prime_rl.transport.manifest import complete_steps
+from prime_rl.transport.weights import load_weights
+
+
+class Killed(BaseException):
+    """Nothing of a run handles it."""
+
+
+@contextmanager
+def killed_in(step: int):
+    """The run ends right before this step, without finishing anything but the files that are being written."""
+    whole = build.Trainer._step
+
+    def stepping(trainer, number: int) -> None:
+        if number == step:
+            trainer._keeper._writer.finish()
+            trainer._publisher.finish()
+            raise Killed
+        whole(trainer, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.Trainer, "_step", stepping)
+        with pytest.raises(Killed):
+            yield
+
+
+@pytest.fixture
+def config(tmp_path, model_dir):
+    def make(name: str = "run", **values) -> TrainerConfig:
+        return TrainerConfig.model_validate(
+            {
+                "model": {"name": str(model_dir), "seq_len": 32},
+                "output_dir": str(tmp_path / name),
+                "optim": {"type": "adamw", "lr": 1e-2},
+                "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2},
+                "max_steps": 8,
+                "device": "cpu",
+                **values,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def recorded(tmp_path, make_batch):
+    """Batches in the run directory, with the state of an orchestrator."""
+
+    def record(count: int, name: str = "run") -> None:
+        batches = BatchWriter(RunPaths(tmp_path / name).rollouts)
+        for step in range(count):
+            batches.write(make_batch(step, seed=step), {STATE: b"after %d" % step, "rollouts.jsonl": b"{}"})
+
+    return record
+
+
+def tensors(config: TrainerConfig, step: int = 8) -> dict[str, torch.Tensor]:
+    return load_weights(RunPaths(config.output_dir).weights / f"step_{step}").tensors
+
+
+def are_equal(one: TrainerConfig, two: TrainerConfig) -> bool:
+    ours, theirs = tensors(one), tensors(two)
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_checkpoints_come_on_their_interval_and_at_the_end_and_weights_beside_them_stay(config, recorded):
+    recorded(8)
+    run = config(ckpt={"interval": 3, "keep_last": 2}, max_async_level=1)
+    train_rl(run)
+    paths = RunPaths(run.output_dir)
+    assert complete_checkpoints(paths.checkpoints) == [6, 8]  # 3 went
+    assert complete_steps(paths.weights) == [5, 6, 7, 8]  # [6 - 1, 6], and the last three
+    assert complete_steps(paths.rollouts) == [7]
+    assert (paths.checkpoints / "step_6" / ORCHESTRATOR_STATE).read_bytes() == b"after 5"
+    verify(paths.checkpoints / "step_6")
+    events = [(entry.event, entry.step) for entry in read_journal(paths.journal) if entry.step in (6, 5)]
+    in_order = ["batch_received", "batch_consumed", "weights_begun", "checkpoint_begun", "checkpoint_complete"]
+    of_step_5 = [("batch_received", 5), ("batch_consumed", 5), ("weights_begun", 6)]
+    assert [event for event in events if event in of_step_5] == of_step_5
+    assert events.index(("checkpoint_begun", 6)) < events.index(("checkpoint_complete", 6))
+    assert {event for event, _ in events} >= {*in_order, "weights_published"}
+
+
+def test_without_ckpt_nothing_is_saved_and_every_batch_stays(config, recorded):
+    recorded(8)
+    run = config()
+    train_rl(run)
+    paths = RunPaths(run.output_dir)
+    assert not paths.checkpoints.exists()
+    assert complete_steps(paths.rollouts) == list(range(8))
+
+
+def test_a_killed_trainer_goes_on_from_its_recovery_checkpoint_and_counts_every_batch_once(config, recorded, caplog):
+    for name in ("whole", "run"):
+        recorded(8, name)
+    train_rl(config("whole"))
+    paths = RunPaths(config().output_dir)
+    with killed_in(5), pytest.MonkeyPatch.context() as patch:
+        clock = itertools.count()
+        patch.setattr("prime_rl.trainer.checkpoints.keeper.time.monotonic", lambda: next(clock))
+        train_rl(config(recovery_interval=2.5, keep_batches=True))
+    (newest,) = complete_checkpoints(paths.recovery)
+    assert 0 < newest < 5
+    before = {
+        step: (paths.weights / f"step_{step}" / "STABLE").stat().st_mtime_ns for step in complete_steps(paths.weights)
+    }
+    with caplog.at_level(logging.WARNING, logger="prime_rl"):
+        train_rl(config(recover=True, recovery_interval=1000))
+    assert "other weights" not in caplog.text
+    entries = read_journal(paths.journal)
+    assert [entry.step for entry in entries if entry.event == "went_back"] == [newest]
+    assert [entry.step for entry in history(entries)] == list(range(8))
+    digests = [entry.facts["digest"] for entry in history(entries)]
+    assert digests == [
+        entry.facts["digest"] for entry in history(read_journal(RunPaths(config("whole").output_dir).journal))
+    ]
+    assert are_equal(config(), config("whole"))
+    assert [row["step"] for row in read_metrics(paths.metrics("trainer"))] == list(range(8))
+    left = set(complete_steps(paths.weights)) & before.keys()
+    assert all((paths.weights / f"step_{step}" / "STABLE").stat().st_mtime_ns == before[step] for step in left)
+    assert complete_checkpoints(paths.recovery) == []
+    train_rl(config(recover=True))  # nothing is left to do
+    assert len(read_journal(paths.journal)) == len(entries)
+
+
+def test_a_trainer_that_died_before_any_checkpoint_begins_again_with_the_same_batches(config, recorded):
+    for name in ("whole", "run"):
+        recorded(8, name)
+    train_rl(config("whole"))
+    with killed_in(3):
+        train_rl(config())
+    train_rl(config(recover=True))
+    assert are_equal(config(), config("whole"))
+    assert [entry.step for entry in history(read_journal(RunPaths(config().output_dir).journal))] == list(range(8))
+
+
+def test_a_new_run_is_refused_where_another_left_a_checkpoint(config):
+    fake = {"fake": {}}
+    train_rl(config(ckpt={"interval": 4}, data=fake, max_steps=4, scheduler={"type": "constant"}))
+    with pytest.raises(PrimeRLError, match=r"holds weights of an earlier run"):
+        train_rl(config(data=fake))
+
+
+@pytest.mark.parametrize(
+    ("skip", "first", "first_lr", "is_equal"),
+    [
+        ({}, 4, 1e-2, True),
+        ({"skip_optimizer": True}, 4, 1e-2, False),
+        ({"skip_scheduler": True}, 4, 0.0, False),
+        ({"skip_progress": True}, 0, 1e-2, False),
+    ],
+)
+def test_what_is_skipped_begins_anew_and_nothing_else(config, recorded, skip, first, first_lr, is_equal):
+    for name in ("whole", "run"):
+        recorded(8, name)
+    train_rl(config("whole"))
+    with killed_in(4):
+        train_rl(config(ckpt={"interval": 4}, keep_batches=True))
+    train_rl(config(ckpt={"interval": 4, "resume_step": -1, **skip}))
+    rows = read_metrics(RunPaths(config().output_dir).metrics("trainer"))
+    assert [row["step"] for row in rows] == list(range(8))
+    assert rows[first]["optim/lr"] == first_lr
+    assert are_equal(config(), config("whole")) == is_equal
+
+
+def test_a_replay_gives_the_weights_of_the_run_that_recorded_to_the_last_bit(config, recorded):
+    recorded(6)
+    train_rl(config(max_steps=6))
+    rollouts = RunPaths(config().output_dir).rollouts
+    replayed = config("again", replay=str(rollouts), max_steps=6)
+    train_rl(replayed)
+    ours, theirs = tensors(replayed, 6), tensors(config(), 6)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert BatchReader(rollouts).read(5, timeout=1).step == 5  # nothing of the record is removed
+    with pytest.raises(PrimeRLError, match="holds no recorded batch"):
+        train_rl(config("none", replay=str(rollouts.parent)))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_serves(config, monkeypatch):
+    values = {"data": {"fake": {"generate_samples": True}}, "ckpt": {"interval": 2, "save_async": True}}
+    save, calls = writer.save_state, []
+
+    def full(directory, *arguments) -> None:
+        calls.append(directory)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device", str(directory))
+        save(directory, *arguments)
+
+    monkeypatch.setattr(writer, "save_state", full)
+    with pytest.raises(PrimeRLError, match=r"cannot write .*checkpoints/step_4"):
+        train_rl(config(**values))
+    root = RunPaths(config().output_dir).checkpoints
+    assert complete_checkpoints(root) == [2]
+    verify(root / "step_2")
+    train_rl(config(**values | {"ckpt": {"interval": 2, "resume_step": -1}}))
+    assert complete_checkpoints(root) == [2, 4, 6, 8]
+    train_rl(config("whole", **values | {"ckpt": None}))
+    assert are_equal(config(), config("whole"))
