@@ -271,3 +271,27 @@ def test_the_policy_takes_the_newest_of_announcements_and_files_and_only_files_a
     policy.close()
     assert newest() == (2, False)
     assert fallback_reason(tmp_path / "broadcasts") is None
+
+
+def test_an_orchestrator_that_is_started_again_has_weights_come_as_files(tmp_path):
+    broadcasts = group(servers_of(2), tmp_path / "again")
+    broadcasts.begin(again=False)
+    assert not broadcasts.is_over()
+    broadcasts.begin(again=True)
+    assert fallback_reason(tmp_path / "again") == "the orchestrator was started again"
+    left = group(servers_of(2), tmp_path / "left")
+    announce(tmp_path / "left", 3, PublishedWeights(kind="nccl", digest="3", tensors={}))
+    left.begin(again=False)
+    assert left.is_over(), "somebody sent weights before it was there"
+
+
+def test_a_policy_that_is_started_again_forms_no_group(tmp_path):
+    async def main():
+        servers = servers_of(2)
+        broadcasts = group(servers, tmp_path / "broadcasts")
+        policy = Policy(broadcasts._fleet, tmp_path / "weights", broadcasts=broadcasts)
+        await policy.start(10.0, again=True)
+        assert [call for server in servers for call in server.calls if call.startswith("join")] == []
+        assert broadcasts.is_over()
+
+    asyncio.run(main())

@@ -433,3 +433,12 @@ async def test_reasoning_gym_runs_as_verifiers_ships_it(inference, tmp_path, mon
         assert wrong.reward < 0.1
     finally:
         await environment.close()
+
+
+async def test_an_example_has_the_columns_of_its_row(inference):
+    environment = await load(inference, "checked_env")
+    try:
+        assert environment.example(2)["prompt"][-1]["content"] == "go"
+        assert environment.example(2)["answer"] == "2"
+    finally:
+        await environment.close()

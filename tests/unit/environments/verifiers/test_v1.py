@@ -345,3 +345,11 @@ async def test_a_taskset_and_a_harness_as_verifiers_ships_them(inference, offlin
     samples = training_samples(rollout, advantage=1.0, temperature=1.0)
     said = [inference.tokenizer.decode(sample.token_ids[sample.loss_mask]) for sample in samples]
     assert "".join(said) == "".join(guess + END for guess in guesses)
+
+
+async def test_an_example_has_the_columns_of_its_task(inference):
+    environment = await load(inference, "dialogue-v1")
+    try:
+        assert environment.example(0)["prompt"] == "hello"
+    finally:
+        await environment.close()
