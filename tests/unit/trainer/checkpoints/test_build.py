@@ -1,6 +1,5 @@
 """Whole runs of the trainer, as far as checkpoints show in them."""
 
-import itertools
 import logging
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
 from prime_rl.trainer import build
 from prime_rl.trainer.checkpoints import writer
+from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper
 from prime_rl.trainer.rl.build import train_rl
 from prime_rl.transport.batches import STATE, BatchReader, BatchWriter
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, complete_checkpoints, verify
@@ -115,11 +115,12 @@ def test_a_killed_trainer_goes_on_from_its_recovery_checkpoint_and_counts_every_
     train_rl(config("whole"))
     paths = RunPaths(config().output_dir)
     with killed_in(5), pytest.MonkeyPatch.context() as patch:
-        clock = itertools.count()
-        patch.setattr("prime_rl.trainer.checkpoints.keeper.time.monotonic", lambda: next(clock))
-        train_rl(config(recovery_interval=2.5, keep_batches=True))
-    (newest,) = complete_checkpoints(paths.recovery)
-    assert 0 < newest < 5
+        is_due = iter([True, True])
+        patch.setattr(CheckpointKeeper, "wants_recovery", lambda keeper: next(is_due, False))
+        train_rl(config(recovery_interval=1000))
+    newest = 2
+    assert complete_checkpoints(paths.recovery) == [newest]
+    assert complete_steps(paths.rollouts) == list(range(1, 8))
     before = {
         step: (paths.weights / f"step_{step}" / "STABLE").stat().st_mtime_ns for step in complete_steps(paths.weights)
     }
