@@ -45,6 +45,8 @@ class Running:
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     log: Path
+    log_offset: int
+    """Where its own lines begin: all starts of a process write to one file."""
     mark: str
     since: float
     """When it was started, on the monotonic clock."""
@@ -72,6 +74,7 @@ def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0, env: Mapping[
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
+            offset = file.tell()
             process = subprocess.Popen(
                 argv,
                 env={**os.environ, **spec.env, **(env or {}), **own},
@@ -82,7 +85,7 @@ def start(spec: ProcessSpec, output_dir: Path, *, number: int = 0, env: Mapping[
             )
     except OSError as error:
         raise ProcessFailed(f"{spec.name} cannot be started: {refusal(error, log)}") from error
-    return Running(spec, process, log, mark, time.monotonic())
+    return Running(spec, process, log, offset, mark, time.monotonic())
 
 
 def _torchrun(num_ranks: int) -> tuple[str, ...]:
@@ -104,17 +107,23 @@ def obituary(one: Running, how: str | None = None) -> str:
     how = how or how_it_ended(one)
     if one.spec.owns_terminal:
         return how
-    with one.log.open(encoding="utf-8", errors="replace") as file:
-        lines = [line.rstrip() for line in deque(file, maxlen=NUM_LAST_LINES)]
-    reason = _reason(one, lines)
-    quoted = "\n".join(f"  | {line}" for line in lines) or "  | (nothing was written)"
-    return f"{how}{f': {reason}' if reason else ''}\nthe last lines of {one.log}:\n{quoted}"
+    quoted = "\n".join(f"  | {line}" for line in _last_lines(one)) or "  | (nothing was written)"
+    return f"{with_reason(one, how)}\nthe last lines of {one.log}:\n{quoted}"
 
 
-def _reason(one: Running, lines: Sequence[str]) -> str | None:
+def with_reason(one: Running, how: str) -> str:
+    """`how` it ended, and the reason it gave, in one line."""
     said_by_it = re.compile(rf"{re.escape(one.spec.command)}( \(rank \d+\))?: ")
-    said = next((line for line in reversed(lines) if said_by_it.match(line)), None)
-    return said.partition(": ")[2] if said else None
+    said = next((line for line in reversed(_last_lines(one)) if said_by_it.match(line)), None)
+    return f"{how}: {said.partition(': ')[2]}" if said else how
+
+
+def _last_lines(one: Running) -> list[str]:
+    if one.spec.owns_terminal:
+        return []
+    with one.log.open("rb") as file:
+        file.seek(one.log_offset)
+        return [line.decode(errors="replace").rstrip() for line in deque(file, maxlen=NUM_LAST_LINES)]
 
 
 def stop(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) -> None:

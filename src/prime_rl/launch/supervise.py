@@ -27,7 +27,7 @@ from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.launch import processes
 from prime_rl.launch.hangs import Hangs
 from prime_rl.launch.machine import ProcessSpec
-from prime_rl.launch.processes import Running, end_family, how_it_ended, obituary
+from prime_rl.launch.processes import Running, end_family, how_it_ended, obituary, with_reason
 from prime_rl.launch.restarts import Again, Restarts, place_of
 from prime_rl.logs import get_logger
 from prime_rl.monitors.events import EventLog
@@ -144,8 +144,9 @@ class Supervision:
             raise ProcessFailed(obituary(one.running, f"{how}, and what it started does not end (pid {pids})"))
         self._send_weights_as_files(one)
         one.due, one.number = time.monotonic() + left.wait_s, left.number
-        self._note("restart", name=one.spec.name, number=left.number, reason=how)
-        self._tell(f"{how}; it is started again in {left.wait_s:g} s (restart {left.number}); see {one.running.log}")
+        why = with_reason(one.running, how)
+        self._note("restart", name=one.spec.name, number=left.number, reason=why)
+        self._tell(f"{why}; it is started again in {left.wait_s:g} s (restart {left.number}); see {one.running.log}")
 
     def _verdict(self, one: _Member) -> Again | str:
         """What becomes of a process that died; if it is not started again, what to say of that."""

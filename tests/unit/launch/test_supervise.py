@@ -83,6 +83,17 @@ def test_a_process_that_died_is_started_again_and_the_run_is_complete(tmp_path, 
     assert "it is started again in 0.05 s (restart 1)" in event
 
 
+def test_the_reason_of_a_death_is_that_of_its_own_start(tmp_path, run):
+    """All starts write to one log."""
+    said = "print('trainer: out of luck', flush=True); sys.exit(1)"
+    run(acts(tmp_path, "trainer", said, KILLED, "sys.exit(0)"))
+    log = tmp_path / "logs" / "trainer.log"
+    assert EventTail(tmp_path / "events.jsonl").read() == [
+        f"trainer ended with exit code 1: out of luck; it is started again in 0.05 s (restart 1); see {log}",
+        f"trainer was killed by SIGKILL; it is started again in 0.05 s (restart 2); see {log}",
+    ]
+
+
 def test_every_start_and_end_is_noted(tmp_path, run):
     run(acts(tmp_path, "trainer", KILLED, "sys.exit(0)"))
     entries = read_journal(RunPaths(tmp_path).journal)
