@@ -27,7 +27,7 @@ from tests.chaos.victims import find, left_over
 from tests.integration.conftest import MODEL, ROOT, command
 
 POLL_S: Final = 0.001
-LOOK_INTERVAL_S: Final = 0.1
+LOOK_INTERVAL_S: Final = 0.2
 """Between two looks for the next victim, which take milliseconds; so that it is known when its phase begins."""
 GONE_S: Final = 60.0
 """In which nothing is left of a run whose launcher is dead."""
@@ -178,15 +178,15 @@ class KilledRun:
         kill = self._pending[0]
         begun = opened(entries, kill.phase, kill.victim, max_steps=self._max_steps)
         is_due = begun is not None and (kill.phase is Phase.STARTING or steps_trained(entries) >= self._needed)
-        is_known = self._victim is not None and self._victim.is_running()
-        if not is_known and (is_due or kill.phase is not Phase.STARTING) and time.monotonic() >= self._next_look:
-            self._victim = find(self._launcher, kill.victim, kill.phase)
+        if (is_due or kill.phase is not Phase.STARTING) and time.monotonic() >= self._next_look:
+            if self._victim is None or not self._victim.is_running():
+                self._victim = find(self._launcher, kill.victim, kill.phase)
             self._next_look = time.monotonic() + LOOK_INTERVAL_S
         if is_due and begun is not None and self._victim is not None:
             self._fire(kill, self._victim, begun)
 
     def _fire(self, kill: Kill, victim: psutil.Process, begun: Entry | None) -> None:
-        self._victim = None
+        self._victim, self._next_look = None, 0.0
         try:
             if victim.status() == psutil.STATUS_ZOMBIE:
                 return
@@ -224,7 +224,7 @@ class KilledRun:
         while left := left_over(self._launchers):
             if time.monotonic() >= deadline:
                 return [describe(process) for process in left]
-            time.sleep(0.05)
+            time.sleep(LOOK_INTERVAL_S)
         return []
 
     def _end(self) -> int:
