@@ -190,7 +190,9 @@ def test_only_rank_0_writes_metrics_and_all_publish_again_when_it_says_so(two, f
 def test_in_bfloat16_ranks_stay_as_near_to_float32_as_one_process_does(two, alone, root):
     ours, theirs = (distance(trained["bfloat16"], alone["tied"], root) for trained in (two[0], alone))
     assert 0 < ours < 1.5 * theirs
-    assert two[0]["bfloat16"].logged("loss/mean") == pytest.approx(alone["tied"].logged("loss/mean"), abs=0.05)
+    expected = np.array(alone["tied"].logged("loss/mean"))
+    ours, theirs = (np.abs(trained["bfloat16"].logged("loss/mean") - expected).max() for trained in (two[0], alone))
+    assert 0 < ours < 1.5 * theirs
 
 
 def test_gradients_that_are_added_up_in_bfloat16_are_rounded_and_nothing_else_is(two, alone, root):

@@ -123,10 +123,10 @@ async def test_code_that_holds_the_event_loop_past_its_deadline_is_interrupted_a
 
 async def test_those_beside_code_that_holds_the_event_loop_are_given_the_time_that_it_took(tmp_path, monkeypatch):
     """One that began earlier has the same deadline, which passes meanwhile, in its worker and here."""
-    monkeypatch.setattr(places, "SILENCE_S", 0.3)
+    monkeypatch.setattr(places, "SILENCE_S", 1.0)
     async with pool_over(spec_of(2.0, "block"), tmp_path, grace_s=0.3) as pool:
         other = asyncio.create_task(pool.run(request_of(0, timeout_s=2.5)))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         held = await pool.run(request_of(1, timeout_s=2.5))
         assert held.failure is not None
         assert "took longer than 2.5 s, and held the event loop of its worker" in held.failure.message
