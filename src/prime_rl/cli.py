@@ -57,7 +57,8 @@ def _rl_files(config: "RLConfig") -> "Files":
     from prime_rl.launch.runs import decide
     from prime_rl.paths import RunPaths
 
-    decide(config, RunPaths(config.output_dir))
+    if config.ckpt is None or config.ckpt.resume_step is None:  # the checkpoint may be there once the run begins
+        decide(config, RunPaths(config.output_dir))
     specs = plan_rl(config, named_machine(os.environ))
     return {"rl": config} | {spec.name: spec.config for spec in specs if spec.config is not None}
 

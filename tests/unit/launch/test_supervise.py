@@ -239,8 +239,12 @@ def test_ctrl_c_ends_what_waits_for_its_restart_too(tmp_path, monkeypatch):
         if EventTail(paths.events).read():
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        oversee(supervision, paths, on_tick)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in jobs in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            oversee(supervision, paths, on_tick)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert supervision.pids == {}
 
 

@@ -14,6 +14,7 @@ from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.orchestrator import orchestrator as loops
 from prime_rl.orchestrator import scheduler
 from prime_rl.orchestrator.dispatch import Job
+from prime_rl.orchestrator.state import EvaluationState
 
 DEADLINE_S = 120.0
 """For a run of a second. Nothing wakes a loop that nobody woke: in these tests no notice is due."""
@@ -190,6 +191,9 @@ class Everlasting:
 
     def metrics(self):
         return {}
+
+    def snapshot(self):
+        return EvaluationState(dispatched=self.num_begun, ends=[])
 
     async def roll(self, servers):
         await asyncio.sleep(0.001)
