@@ -3,7 +3,9 @@
 anew       step 0, the model directory; a run directory that holds a run is refused before
 resume     ckpt.resume_step: that checkpoint; what lies beyond it is set aside (`prime_rl.resume`)
 recover    the newest sound one of recovery/ and checkpoints/, or step 0; nothing is set aside but rows of metrics,
-           and batches that are there are trained on again
+           and batches that are there are trained on again. Where the run was resumed, none older than that of
+           ckpt.resume_step; at that one, what the resume skips is skipped again (but for skip_progress, after which steps
+           have other numbers)
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from prime_rl.trainer.ckpt import Record, Stateful, load_state, read_record
 from prime_rl.trainer.model.build import TrainedModel
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.streams import Seekable
-from prime_rl.transport.checkpoints import TRAINER_STATE, choose, complete_checkpoints, newest_sound
+from prime_rl.transport.checkpoints import TRAINER_STATE, choose, complete_checkpoints, newest_sound, step_of
 from prime_rl.transport.manifest import complete_steps
 
 _logger = get_logger(__name__)
@@ -39,9 +41,19 @@ def kind_of(config: TrainerConfig | SFTConfig) -> Kind:
 
 
 def checkpoint_root(config: TrainerConfig | SFTConfig) -> Path:
-    """Where the checkpoints of a run are."""
+    """Where the checkpoints of a run are; of a replay always in its own directory, for others' are not its to touch."""
+    own = RunPaths(config.output_dir).checkpoints
+    return own if _is_replay(config) else _source_root(config)
+
+
+def _source_root(config: TrainerConfig | SFTConfig) -> Path:
+    """Where the checkpoints are that a run may be resumed from; a replay reads those of the run that recorded."""
     chosen = config.ckpt.output_dir if config.ckpt is not None else None
     return chosen or RunPaths(config.output_dir).checkpoints
+
+
+def _is_replay(config: TrainerConfig | SFTConfig) -> bool:
+    return isinstance(config, TrainerConfig) and config.replay is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,9 @@ def choose_start(config: TrainerConfig | SFTConfig, ranks: Ranks) -> Start:
             f"{checkpoint} holds weights alone (ckpt.weights_only), from which no run can be resumed; begin a new run "
             f"with model.name = {step_dir(RunPaths(config.output_dir).weights, record.step)}, or resume from another"
         )
-    return Start(kind=kind, checkpoint=checkpoint, record=record, skip=config.ckpt if kind == "resume" else None)
+    is_there_again = record.step == _resumed_from(config) and config.ckpt is not None and not config.ckpt.skip_progress
+    is_skipping = kind == "resume" or is_there_again
+    return Start(kind=kind, checkpoint=checkpoint, record=record, skip=config.ckpt if is_skipping else None)
 
 
 def _chosen(config: TrainerConfig | SFTConfig, kind: Kind) -> Path | None:
@@ -110,12 +124,21 @@ def _chosen(config: TrainerConfig | SFTConfig, kind: Kind) -> Path | None:
     root, recovery = checkpoint_root(config), RunPaths(config.output_dir).recovery
     if kind == "recover":
         has_all = config.ckpt is None or not config.ckpt.weights_only
-        return newest_sound([recovery, root] if has_all else [recovery])
+        newest, resumed_from = newest_sound([recovery, root] if has_all else [recovery]), _resumed_from(config)
+        if resumed_from is None or (newest is not None and step_of(newest) >= resumed_from):
+            return newest
+        return choose([root, recovery], resumed_from)
     if kind == "resume":
         assert config.ckpt is not None
         assert config.ckpt.resume_step is not None
-        return choose([root, recovery], config.ckpt.resume_step)
+        return choose([_source_root(config), recovery], config.ckpt.resume_step)
     return None
+
+
+def _resumed_from(config: TrainerConfig | SFTConfig) -> int | None:
+    """The checkpoint that a run which recovers was resumed from; None: it was not, or which one is not said."""
+    step = config.ckpt.resume_step if config.ckpt is not None else None
+    return step if step is not None and step >= 0 else None
 
 
 def load_start(start: Start, *, model: TrainedModel, optimizer: Stateful, data: Seekable | None, ranks: Ranks) -> None:

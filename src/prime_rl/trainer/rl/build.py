@@ -1,8 +1,10 @@
 """The RL trainer: the Trainer on the orchestrator's batches, publishing weights after every step."""
 
+from pathlib import Path
+
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import ArtifactError
+from prime_rl.errors import ArtifactError, ConfigError
 from prime_rl.logs import get_logger
 from prime_rl.models.hf import resolve_model, vocab_size
 from prime_rl.paths import RunPaths
@@ -43,6 +45,7 @@ def train_rl(config: TrainerConfig) -> None:
         )
         longest = batches.max_row_tokens
     elif config.replay is not None:
+        _check_elsewhere(config, config.replay)
         recorded = config.replay
         batches = ReplayedBatches(recorded, seen_within=seen_within, teacher_tau=teacher_tau)
         max_steps = batches.num_steps(max_steps)
@@ -76,6 +79,16 @@ def _check_unused(config: TrainerConfig) -> None:
         )
     if (reason := earlier_checkpoints(config)) is not None:
         raise ArtifactError(reason)
+
+
+def _check_elsewhere(config: TrainerConfig, replay: Path) -> None:
+    """Raises: ConfigError where a replay would set aside what the run that recorded has made."""
+    if replay.resolve() == RunPaths(config.output_dir).rollouts.resolve() and kind_of(config) == "resume":
+        raise ConfigError(
+            f"replay = {replay} are the batches of the run in {config.output_dir}, whose weights and checkpoints a "
+            "replay from a checkpoint would set aside; choose another output_dir, and ckpt.output_dir = "
+            f"{RunPaths(config.output_dir).checkpoints} to begin with its checkpoint"
+        )
 
 
 def _is_complete(config: TrainerConfig) -> bool:

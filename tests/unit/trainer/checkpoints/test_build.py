@@ -196,6 +196,22 @@ def test_a_replay_gives_the_weights_of_the_run_that_recorded_to_the_last_bit(con
         train_rl(config("none", replay=str(rollouts.parent)))
 
 
+def test_a_replay_from_a_checkpoint_touches_nothing_of_the_run_that_recorded(config, recorded):
+    recorded(8)
+    train_rl(config(ckpt={"interval": 2}, keep_batches=True))
+    paths = RunPaths(config().output_dir)
+    before = sorted(paths.output_dir.rglob("*"))
+    ckpt = {"interval": 3, "keep_last": 1, "output_dir": str(paths.checkpoints), "resume_step": 4}
+    replayed = config("again", replay=str(paths.rollouts), ckpt=ckpt)
+    train_rl(replayed)
+    assert sorted(paths.output_dir.rglob("*")) == before
+    assert complete_checkpoints(RunPaths(replayed.output_dir).checkpoints) == [8]
+    assert are_equal(replayed, config())
+    with pytest.raises(PrimeRLError, match="choose another output_dir"):
+        train_rl(config(replay=str(paths.rollouts), ckpt=ckpt))
+    assert sorted(paths.output_dir.rglob("*")) == before
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_serves(config, monkeypatch):
     values = {"data": {"fake": {"generate_samples": True}}, "ckpt": {"interval": 2, "save_async": True}}
     save, calls = writer.save_state, []
