@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from prime_rl.data.samples import TrainingBatch
-from prime_rl.journal import Journal, read_journal
+from prime_rl.errors import DataError
+from prime_rl.journal import Entry, Journal, read_journal
+from prime_rl.logs import get_logger
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.batches import BatchWriter
 from prime_rl.transport.manifest import latest_step, read_manifest
 
 COMPLETE: Final = "batch_complete"
+
+_logger = get_logger(__name__)
 
 
 class BatchSink(Protocol):
@@ -40,7 +44,7 @@ class NotedBatches:
         if step is None:
             return
         digest = self._digest(step_dir(paths.rollouts, step))
-        entries = [entry for entry in read_journal(paths.journal) if (entry.event, entry.step) == (COMPLETE, step)]
+        entries = [entry for entry in _entries(paths) if (entry.event, entry.step) == (COMPLETE, step)]
         if digest not in [entry.facts.get("digest") for entry in entries]:
             self._note_complete(step_dir(paths.rollouts, step), step)
 
@@ -50,3 +54,12 @@ class NotedBatches:
     @staticmethod
     def _digest(directory: Path) -> str:
         return read_manifest(directory).files["batch.msgpack"].xxh3
+
+
+def _entries(paths: RunPaths) -> list[Entry]:
+    """None of a journal that is damaged: a batch may be noted twice, and no run ends for it."""
+    try:
+        return read_journal(paths.journal)
+    except DataError as error:
+        _logger.warning("The journal is not looked at for what was noted before: %s", error)
+        return []

@@ -44,3 +44,18 @@ def test_a_batch_whose_writer_died_before_it_had_noted_it_is_noted_by_the_next(t
         batches.catch_up(paths)
     assert [step for event, step, _ in noted(paths)] == [3, 3]
     assert noted(paths)[-1] == ("batch_complete", 3, digest_of(BatchReader(paths.rollouts).read(3, 1)))
+
+
+def test_a_damaged_journal_is_a_warning_and_the_newest_batch_is_noted_all_the_same(tmp_path, caplog):
+    paths = RunPaths(tmp_path)
+    journal = Journal(paths.journal, "orchestrator")
+    batches = NotedBatches(BatchWriter(paths.rollouts), journal)
+    batches.write(batch_of(0), {})
+    whole = paths.journal.read_bytes()
+    paths.journal.write_bytes(b"{damaged}\n" + whole)
+    batches.catch_up(paths)
+    assert "The journal is not looked at for what was noted before" in caplog.text
+    assert "damaged" in caplog.text
+    added = paths.journal.read_bytes().removeprefix(b"{damaged}\n" + whole)
+    assert b"batch_complete" in added
+    assert added.count(b"\n") == 1
