@@ -9,6 +9,7 @@
     +-- EnvironmentSetupError     an environment cannot be found or loaded
     +-- InferenceError            the inference server cannot be reached or refuses
     +-- ProcessFailed             a process of the run ended when it should not have
+    +-- Hopeless                  what was generated is not worth training on, and would not be again
     +-- NotFinite                 loss, gradient or weights hold NaN or infinity
     +-- DeadlineExceeded          a wait took longer than allowed                    (also a TimeoutError)
 
@@ -72,6 +73,12 @@ class InferenceError(PrimeRLError):
 
 class ProcessFailed(PrimeRLError):
     """A process of the run ended when it should not have."""
+
+
+class Hopeless(PrimeRLError):
+    """Rollouts that fail, or give nothing to train on, too often to go on: a verdict on environments and settings."""
+
+    is_final = True
 
 
 class NotFinite(PrimeRLError):

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Final, Literal
 
 from prime_rl.config.algorithms import BufferConfig
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import Hopeless
 from prime_rl.orchestrator.groups import Example
 
 Aside = Literal["easy", "hard"]
@@ -166,7 +166,7 @@ class Buffer:
         return min(pool.epoch for pool in self._pools.values())
 
     def next(self) -> Example:
-        """The example of the next group. Raises: PrimeRLError when every example was put aside."""
+        """The example of the next group. Raises: Hopeless when every example was put aside."""
         while self._owed:
             if self._pools[env := self._owed.popleft()].num_normal:
                 return Example(env=env, index=self._pools[env].next())
@@ -244,7 +244,7 @@ class Buffer:
         del self._weights[env]
         if not self._weights:
             sizes = Counter(where for pool in self._pools.values() for where, _ in pool.aside.values())
-            raise PrimeRLError(
+            raise Hopeless(
                 f"no example is left to draw: {sizes['easy']} were put aside as easy and {sizes['hard']} as hard; move "
                 "buffer.easy_threshold and buffer.hard_threshold further out, or give the environments more examples"
             )

@@ -22,7 +22,7 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.pool import EnvPool
 from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, RolloutRequest, sampling_args
 from prime_rl.environments.trajectories import malformed
-from prime_rl.errors import DeadlineExceeded, PrimeRLError
+from prime_rl.errors import DeadlineExceeded, Hopeless
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.concurrency import RateLimit
@@ -134,7 +134,7 @@ class Generation:
         return self.may_start() and self.scheduler.has_work(self._blocked(now))
 
     def next(self, now: float) -> Job | None:
-        """The next rollout to run. Raises: PrimeRLError when there are no examples left."""
+        """The next rollout to run. Raises: Hopeless when there are no examples left."""
         dispatch = self.scheduler.next_dispatch(self.buffer.next, blocked=self._blocked(now))
         if dispatch is None:
             return None
@@ -231,7 +231,7 @@ class Generation:
         if line is not None:
             _logger.warning("Environment %s: %s", env, line)
         if (verdict := ledger.verdict()) is not None:
-            raise PrimeRLError(f"environment {env!r}: {verdict}")
+            raise Hopeless(f"environment {env!r}: {verdict}")
         self.scheduler.fail(dispatch.rollout_id, rollout, failure.kind.value, counts=counts, is_whole=is_whole)
         if self._rounds is not None:
             self._judge_round(self._rounds)  # it may have been the last that was waited for

@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, Generic
 
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import Hopeless
 from prime_rl.orchestrator.groups import (
     Counters,
     Dispatch,
@@ -243,7 +243,7 @@ class Scheduler(Generic[Result, Scored]):
 
         `filtered`, by place: the filter that leaves the rollout out of training, "" for none. (): none of any. `size`
         counts what is trained on; a group of the size 0 fills no batch, so it is filtered, and another is needed.
-        Raises: PrimeRLError when that happened too often in a row.
+        Raises: Hopeless when that happened too often in a row.
         """
         group = self._groups.get(number)
         if group is None:
@@ -265,7 +265,7 @@ class Scheduler(Generic[Result, Scored]):
     def filter(self, number: int, why: str) -> None:
         """A complete group is not trained on, so another is needed; one that was dropped meanwhile is ignored.
 
-        Raises: PrimeRLError when that happened too often in a row.
+        Raises: Hopeless when that happened too often in a row.
         """
         if number in self._groups:
             self._leave_out([number], End(kind="filtered", why=why))
@@ -323,7 +323,7 @@ class Scheduler(Generic[Result, Scored]):
 
         Groups of which nothing would be trained on make no batch: they are filtered, and others are needed, so that
         there is room for new groups after this call also where it returns None.
-        Raises: PrimeRLError when that happened too often in a row.
+        Raises: Hopeless when that happened too often in a row.
         """
         if self.is_done or self.waits_for_weights or (self.limits.in_rounds and self.num_unjudged):
             return None
@@ -449,7 +449,7 @@ class Scheduler(Generic[Result, Scored]):
         self.counters.groups_filtered += len(numbers)
         batches = self._num_left_out * self._estimate / self.limits.batch_target
         if self._num_left_out >= HOPELESS_GROUPS and batches >= HOPELESS_BATCHES:
-            raise PrimeRLError(
+            raise Hopeless(
                 f"{self.left_out}; look at their rewards, take other examples, or drop what leaves them out "
                 "(buffer.online_difficulty_filtering, orchestrator.filters; for too_long raise seq_len or lower "
                 "sampling.max_tokens)"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config.algorithms import BufferConfig
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import Hopeless
 from prime_rl.orchestrator.buffer import Buffer, Ratios
 from prime_rl.orchestrator.groups import Example
 
@@ -107,7 +107,7 @@ def test_an_environment_without_examples_left_is_drawn_no_more_and_without_any_t
     assert {example.env for example in draw(buffer, 6)} == {"b"}
     for index in range(2):
         buffer.judge(Example(env="b", index=index), [0.0])
-    with pytest.raises(PrimeRLError, match="no example is left to draw: 2 were put aside as easy and 2 as hard"):
+    with pytest.raises(Hopeless, match="no example is left to draw: 2 were put aside as easy and 2 as hard"):
         buffer.next()
 
 
@@ -125,7 +125,7 @@ def test_an_example_is_in_one_pool_at_any_time_and_only_normal_ones_are_drawn(si
     filtered = 0
     for mean in means:
         if len(aside) == sum(sizes):
-            with pytest.raises(PrimeRLError, match="no example is left"):
+            with pytest.raises(Hopeless, match="no example is left"):
                 buffer.next()
             return
         example = buffer.next()
@@ -161,7 +161,7 @@ def test_a_restored_buffer_draws_what_the_other_would_have_drawn(sizes, means, k
         for mean in means:
             try:
                 drawn.append(example := buffer.next())
-            except PrimeRLError:
+            except Hopeless:
                 return drawn
             if mean is None:
                 buffer.replace(example)

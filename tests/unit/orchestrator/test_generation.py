@@ -10,7 +10,7 @@ from tests.doubles.loops import build, too_long
 
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.rollouts import Failure, FailureKind, Turn
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.errors import ConfigError, Hopeless
 from prime_rl.orchestrator import orchestrator as loops
 from prime_rl.orchestrator import scheduler
 from prime_rl.orchestrator.dispatch import Job
@@ -46,7 +46,7 @@ async def run(orchestrator):
 async def why_it_ended(orchestrator):
     try:
         await run(orchestrator)
-    except PrimeRLError as error:
+    except Hopeless as error:
         return str(error)
     return ""
 

@@ -16,7 +16,7 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.environments.client import open_clients
 from prime_rl.environments.pool import PoolLimits, open_pools
 from prime_rl.environments.rollouts import EnvironmentSpec, Failure
-from prime_rl.errors import ArtifactError, DeadlineExceeded, InferenceError, PrimeRLError
+from prime_rl.errors import ArtifactError, DeadlineExceeded, Hopeless, InferenceError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
 from prime_rl.monitors.events import EventLog
 from prime_rl.orchestrator import generation, orchestrator, scheduler
@@ -329,9 +329,7 @@ async def test_no_more_rollouts_start_in_a_minute_than_an_environment_may_have(c
 
 async def test_every_environment_has_a_budget_of_errors_of_its_own(config_of):
     config = config_of(batch_size=16, max_steps=100, max_async_level=100, env=[{"id": "env0"}, {"id": "env1"}])
-    with pytest.raises(
-        PrimeRLError, match=r"environment 'env1': \d\d of the last 64 rollouts failed, more than"
-    ) as error:
+    with pytest.raises(Hopeless, match=r"environment 'env1': \d\d of the last 64 rollouts failed, more than") as error:
         await produce(config, ["ok"] * 4, ["ok", "fail", "fail"])
     assert "scorer broke" in str(error.value)
 
@@ -464,7 +462,7 @@ async def test_an_evaluation_runs_beside_training_and_neither_waits_for_the_othe
 
 
 async def test_a_run_whose_rollouts_mostly_fail_stops_with_the_commonest_error(config_of):
-    with pytest.raises(PrimeRLError, match=r"of the last 64 rollouts failed.*KeyError: 'environment broke'"):
+    with pytest.raises(Hopeless, match=r"of the last 64 rollouts failed.*KeyError: 'environment broke'"):
         await produce(config_of(), ["raise"])
 
 

@@ -2,7 +2,7 @@ from itertools import count
 
 import pytest
 
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import Hopeless
 from prime_rl.orchestrator.groups import End, Example
 from prime_rl.orchestrator.limits import SchedulerLimits
 from prime_rl.orchestrator.scheduler import HOPELESS_GROUPS, Scheduler
@@ -246,7 +246,7 @@ def test_groups_in_a_row_without_anything_to_train_on_end_the_run_in_words_and_a
     scheduler, _ = run_filtered([*most[:-2], full, *most[:-2], empty])
     assert scheduler.next_batch == 1
     with pytest.raises(
-        PrimeRLError,
+        Hopeless,
         match=r"^300 groups in a row had nothing to train on: of the rollouts, 300 as too_hard and 300 as "
         r"zero_advantage were left out; look at",
     ):
@@ -268,10 +268,10 @@ def test_difficulty_filtering_without_end_ends_the_run_and_is_told_before():
     assert scheduler.left_out == (
         "7 groups in a row had nothing to train on: of the rollouts, 14 as too_hard were left out"
     )
-    with pytest.raises(PrimeRLError, match=r"^300 groups in a row .* 600 as too_hard were left out.*online_difficulty"):
+    with pytest.raises(Hopeless, match=r"^300 groups in a row .* 600 as too_hard were left out.*online_difficulty"):
         run_filtered(["too_hard"] * 301)
     run_filtered(["too_hard"] * 999, P=100)
-    with pytest.raises(PrimeRLError, match=r"^1000 groups in a row"):
+    with pytest.raises(Hopeless, match=r"^1000 groups in a row"):
         run_filtered(["too_hard"] * 1001, P=100)
     assert scheduler_of().left_out == ""
 
