@@ -21,10 +21,12 @@ from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import ArtifactError, DataError, DeadlineExceeded
 from prime_rl.logs import get_logger
 from prime_rl.paths import step_dir
-from prime_rl.transport.manifest import MARKER, publish_dir, read_manifest, read_verified
+from prime_rl.transport.manifest import MARKER, STEP_NAME, publish_dir, read_manifest, read_verified
 
 _FILE: Final = "batch.msgpack"
 STATE: Final = "state.msgpack"
+_REMOVED: Final = (MARKER, STATE, _FILE)
+"""Of a batch that nobody needs, in this order."""
 _DTYPES: Final = ("<i4", "<f4", "|b1")
 _NOTICE_INTERVAL_S: Final = 30.0
 
@@ -108,13 +110,20 @@ def read_state(directory: Path) -> bytes | None:
     return read_verified(directory, STATE) if STATE in read_manifest(directory).files else None
 
 
+def recorded_steps(root: Path) -> list[int]:
+    """Steps of which `root` holds a batch or what one that was killed in `remove_batch` has left, ascending."""
+    matches = (STEP_NAME.fullmatch(path.name) for path in root.glob("step_*"))
+    steps = sorted(int(match[1]) for match in matches if match)
+    return [step for step in steps if any((step_dir(root, step) / name).exists() for name in _REMOVED)]
+
+
 def remove_batch(directory: Path) -> None:
     """Remove a recorded batch and the state beside it, which nobody needs any more; its readable rollouts stay.
 
     The marker goes first, so that nobody takes what is left for a batch. Where the disk refuses, a warning says so.
     """
     try:
-        for name in (MARKER, _FILE, STATE):
+        for name in _REMOVED:
             (directory / name).unlink(missing_ok=True)
         if not any(directory.iterdir()):
             directory.rmdir()

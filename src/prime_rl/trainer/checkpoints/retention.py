@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.paths import step_dir
-from prime_rl.transport.batches import remove_batch
+from prime_rl.transport.batches import recorded_steps, remove_batch
 from prime_rl.transport.checkpoints import complete_checkpoints
-from prime_rl.transport.manifest import complete_steps, remove_dir
+from prime_rl.transport.manifest import remove_dir
 
 
 def removable_checkpoints(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
@@ -52,12 +52,13 @@ class CheckpointRetention:
             # Of either kind the newest: should one of them be damaged, the run goes on from the other.
             kinds = [steps[-1] for steps in (complete if self.is_whole else [], rolling) if steps]
             needed = min(kinds, default=0)
-            for step in complete_steps(self.batches):
+            for step in recorded_steps(self.batches):
                 if step < needed - 1:  # that of `needed - 1` has the orchestrator's state at the checkpoint
                     remove_batch(step_dir(self.batches, step))
 
     def remove_recovery(self) -> None:
-        """The run is complete: nothing is to be recovered."""
+        """The run is complete: nothing is to be recovered, and nothing being written."""
+        self.begun = None
         _remove(self.recovery, complete_checkpoints(self.recovery))
 
 

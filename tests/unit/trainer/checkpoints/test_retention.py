@@ -5,7 +5,7 @@ import pytest
 from prime_rl.trainer.checkpoints.retention import CheckpointRetention, removable_checkpoints
 from prime_rl.transport.batches import STATE
 from prime_rl.transport.checkpoints import complete_checkpoints
-from prime_rl.transport.manifest import complete_steps, publish_dir
+from prime_rl.transport.manifest import MARKER, complete_steps, publish_dir
 
 
 def publish(root, *steps):
@@ -60,6 +60,19 @@ def test_batches_that_no_checkpoint_needs_go_and_their_readable_rollouts_stay(tm
     # A damaged checkpoint 10 leaves 8 to go on from; batch 7 has the orchestrator's state there.
     assert complete_steps(tmp_path / "rollouts") == [7, 8, 9, 10, 11]
     assert [path.name for path in (tmp_path / "rollouts" / "step_6").iterdir()] == ["rollouts.jsonl"]
+
+
+def test_what_a_killed_process_has_left_of_a_batch_goes_too(tmp_path):
+    record(tmp_path / "rollouts", *range(6))
+    publish(tmp_path / "checkpoints", 5)
+    for step in (1, 5):
+        (tmp_path / "rollouts" / f"step_{step}" / MARKER).unlink()
+    (tmp_path / "rollouts" / "step_2" / MARKER).unlink()
+    (tmp_path / "rollouts" / "step_2" / STATE).unlink()
+    retention(tmp_path).apply()
+    for step in (1, 2):
+        assert [path.name for path in (tmp_path / "rollouts" / f"step_{step}").iterdir()] == ["rollouts.jsonl"]
+    assert (tmp_path / "rollouts" / "step_5" / STATE).exists()
 
 
 @pytest.mark.parametrize(("options", "left"), [({"batches": None}, 6), ({"is_whole": False}, 6), ({}, 2)])
