@@ -42,14 +42,8 @@ def complete(run: Run, steps: int = STEPS) -> None:
     assert entries[-1].event == "run_complete"
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "trainer",
-        pytest.param("orchestrator", marks=pytest.mark.slow),
-        pytest.param("inference", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # its twin in CI: tests/chaos/test_kills.py
+@pytest.mark.parametrize("victim", ["trainer", "orchestrator", "inference"])
 def test_a_process_that_is_killed_is_started_again_and_no_batch_is_lost_or_repeated(start_rl, victim):
     run = start_rl(*OFTEN, steps=STEPS)
     run.await_steps(3)
@@ -62,6 +56,7 @@ def test_a_process_that_is_killed_is_started_again_and_no_batch_is_lost_or_repea
     assert gone(children)
 
 
+@pytest.mark.slow  # its twin in CI: tests/chaos/test_kills.py
 def test_after_the_launcher_is_killed_the_same_command_goes_on(start_rl):
     first = start_rl(*OFTEN, steps=STEPS)
     first.await_steps(3)

@@ -58,6 +58,7 @@ def cause_with(run, words):
     return said
 
 
+@pytest.mark.slow  # its twin in CI: tests/chaos/test_stops.py
 @pytest.mark.timeout(900)
 def test_whoever_is_stopped_is_named_as_the_cause_and_the_run_completes_when_all_go_on(start_rl):
     run = start_rl(steps=STEPS)
