@@ -4,7 +4,8 @@
     resumed    `ckpt.resume_step`: batch N, with checkpoints/step_N/orchestrator/state.msgpack; what lies beyond it is
                set aside (`prime_rl.resume`)
     recovered  `recover`: after the newest complete rollouts/step_n, with the state beside it; where there is none, as
-               if resumed from the newest checkpoint; else at batch 0
+               if resumed from the newest checkpoint; else at batch 0. Of a run that was resumed, and has made no batch
+               since, the beginning is that of `resumed` once more
 
 A batch that is complete is never made again, and none that is not complete is ever seen by the trainer. So whenever the
 process is killed, what it was about to do for the next batch is lost, and done again.
@@ -29,7 +30,7 @@ from prime_rl.orchestrator.state import OrchestratorState, decode
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.resume import drop_rows, go_back
 from prime_rl.transport.batches import STATE
-from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, choose, newest_sound, step_of
+from prime_rl.transport.checkpoints import LATEST, ORCHESTRATOR_STATE, choose, newest_sound, step_of
 from prime_rl.transport.manifest import complete_steps, read_manifest, read_verified, remove_drafts
 
 OWNS: Final = ("orchestrator",)
@@ -129,11 +130,11 @@ def load_state(directory: Path, name: str) -> OrchestratorState:
 
 def _recovered(config: OrchestratorConfig, paths: RunPaths) -> Start:
     newest = max(complete_steps(paths.rollouts), default=None)
+    if _is_to_resume_again(config, paths, newest) and (start := _resumed(config, paths)) is not None:
+        return start
     if newest is not None and STATE in read_manifest(directory := step_dir(paths.rollouts, newest)).files:
         state = load_state(directory, STATE)
         return Start(how=Begins.RECOVERED, next_batch=newest + 1, state=_fitting(state, config))
-    if (start := _resumed(config, paths)) is not None:
-        return start  # the process was killed before it had made a batch
     checkpoint = newest_sound([paths.recovery, _checkpoints(config, paths)])
     if checkpoint is None:
         return Start(how=Begins.RECOVERED)
@@ -144,6 +145,18 @@ def _recovered(config: OrchestratorConfig, paths: RunPaths) -> Start:
             f"it; go back to the checkpoint before it with ckpt.resume_step = {step}"
         )
     return Start(how=Begins.RECOVERED, next_batch=step, state=_of_checkpoint(checkpoint, config))
+
+
+def _is_to_resume_again(config: OrchestratorConfig, paths: RunPaths, newest: int | None) -> bool:
+    """Whether the run was resumed, and the process was killed before it had made a batch. `newest`: that is there."""
+    settings = config.ckpt
+    if settings is None or settings.resume_step is None:
+        return False
+    if not settings.skip_progress:
+        return newest is None or newest < settings.resume_step
+    # It begins with batch 0, and the trainer, too, which has set the checkpoint aside by then.
+    there = [*complete_steps(_checkpoints(config, paths)), *complete_steps(paths.recovery)]
+    return newest is None and (settings.resume_step in there or (settings.resume_step == LATEST and bool(there)))
 
 
 def _resumed(config: OrchestratorConfig, paths: RunPaths) -> Start | None:

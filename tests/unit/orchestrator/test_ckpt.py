@@ -159,6 +159,53 @@ def test_a_process_that_died_before_its_first_batch_resumes_again(start, paths):
     assert (found.how, found.next_batch) == (Begins.RESUMED, 2)
 
 
+def test_a_process_that_died_before_its_first_batch_after_going_back_resumes_again_as_it_was_asked_to(start, paths):
+    for step in range(4):
+        batch(paths, step)
+    checkpoint(paths.checkpoints, 2)
+    asked = {"ckpt": {"resume_step": 2, "skip_buffer": True}, "eval": {"env": [{"id": "a"}]}}
+    first = start(**asked)
+    assert start(**asked, recover=True) == first
+    assert (first.how, first.next_batch, first.state.scheduler.groups) == (Begins.RESUMED, 2, [])
+    assert first.evaluated == {"eval": 2}
+    resumed = start(ckpt={"resume_step": 2}, recover=True)
+    assert resumed.fitting({"a": 9, "b": 10}, {"a": [1] * 9, "b": []}) is not None, "other data are allowed still"
+    assert [path.name for path in paths.superseded.iterdir()] == ["1"], "nothing more was set aside"
+
+
+@pytest.mark.parametrize("resume_step", [2, -1])
+def test_a_process_that_made_a_batch_since_the_run_was_resumed_recovers(start, paths, resume_step):
+    checkpoint(paths.checkpoints, 2)
+    for step in (1, 2):
+        batch(paths, step)
+    found = start(ckpt={"resume_step": resume_step, "skip_buffer": True}, recover=True)
+    assert (found.how, found.next_batch, found.state) == (Begins.RECOVERED, 3, state_of(num_batches=3))
+    assert not paths.superseded.exists()
+
+
+def test_a_resumed_run_never_makes_a_batch_again_whose_state_is_missing(start, paths):
+    checkpoint(paths.checkpoints, 2)
+    batch(paths, 2, state=False)
+    with pytest.raises(ArtifactError, match=r"step_2 was written without state.msgpack"):
+        start(ckpt={"resume_step": 2}, recover=True)
+    assert step_dir(paths.rollouts, 2).exists()
+
+
+def test_after_skip_progress_batches_from_the_first_on_are_kept_and_a_checkpoint_that_is_aside_is_not_missed(
+    start, paths
+):
+    asked = {"ckpt": {"resume_step": 2, "skip_progress": True}}
+    checkpoint(paths.checkpoints, 2)
+    again = start(**asked, recover=True)
+    assert (again.how, again.next_batch, again.state.next_batch) == (Begins.RESUMED, 0, 0)
+    batch(paths, 0)
+    found = start(**asked, recover=True)
+    assert (found.how, found.next_batch, found.state) == (Begins.RECOVERED, 1, state_of(num_batches=1))
+    step_dir(paths.rollouts, 0).rename(paths.output_dir / "aside")
+    step_dir(paths.checkpoints, 2).rename(paths.output_dir / "checkpoint")
+    assert start(**asked, recover=True) == Start(how=Begins.RECOVERED)
+
+
 def test_skip_buffer_and_skip_progress(start, paths):
     checkpoint(paths.checkpoints, 2)
     without = start(ckpt={"resume_step": 2, "skip_buffer": True})
