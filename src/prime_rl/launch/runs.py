@@ -3,7 +3,7 @@
     what is there                    without resume_step    with it
     nothing                          begins                 refused: there is no checkpoint
     a run that is not complete and   goes on                goes back to the checkpoint; goes on, where the same command
-    was supervised                                          did that before and was not ended by Ctrl-C
+    was supervised                                          did that before and was killed, or ended by SIGTERM
     any other run                    refused                goes back to the checkpoint
 
 Going on asks for the same configuration, but for what changes nothing that is trained (`HARMLESS`). With `clean`,
@@ -27,6 +27,12 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from prime_rl import lifeline
+from prime_rl.config.artifacts import (
+    OrchestratorCheckpointConfig,
+    SharedCheckpointConfig,
+    TrainerCheckpointConfig,
+)
+from prime_rl.config.optim import ConstantSchedulerConfig
 from prime_rl.config.roots import RLConfig
 from prime_rl.config.writing import to_toml
 from prime_rl.errors import ConfigError, DataError
@@ -45,16 +51,31 @@ LEFTOVER_POLL_S: Final = 0.1
 
 INTERRUPTED: Final = "Ctrl-C"
 """Reason of `run_stopped` where a person ended the launcher."""
+TERMINATED: Final = "SIGTERM"
+"""Reason of `run_stopped` where a queue did, which gives the same command again."""
+
+_SERVER = ("log", "server", "gpu_memory_utilization", "max_num_seqs")
 
 HARMLESS: Final = (
     *("supervise", "max_restarts", "recovery_interval", "hang_timeout", "log", "wandb", "output_dir"),
     *("ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "ckpt.save_async", "ckpt.resume_step"),
-    *("trainer.log", "orchestrator.log", "trainer.weights", "trainer.keep_batches", "trainer.heartbeat"),
-    *("inference.server", "teacher_inference.server", "orchestrator.client", "orchestrator.teacher_model.client"),
-    *("trainer.batch_timeout", "orchestrator.weights_timeout", "orchestrator.heartbeat"),
+    *("trainer.log", "trainer.wandb", "trainer.heartbeat", "trainer.weights", "trainer.keep_batches"),
+    *("trainer.batch_timeout", "trainer.dist_timeout_seconds", "trainer.max_skipped_steps"),
+    *("orchestrator.log", "orchestrator.wandb", "orchestrator.heartbeat", "orchestrator.max_traces_gb"),
+    *("orchestrator.client", "orchestrator.teacher_model.client", "orchestrator.max_concurrent"),
+    *("orchestrator.rollout_timeout", "orchestrator.weights_timeout", "orchestrator.outage_timeout"),
+    "orchestrator.ckpt.wait_for_weights_timeout",
+    *(f"{server}.{key}" for server in ("inference", "teacher_inference") for key in _SERVER),
 )
 """Keys and sections in which the command that goes on may differ from the one that began, besides `max_steps`, which
-may grow."""
+may grow under a constant learning rate. Docs/failures.md lists them."""
+
+_CHECKPOINTS: Final = {
+    "ckpt": SharedCheckpointConfig,
+    "trainer.ckpt": TrainerCheckpointConfig,
+    "orchestrator.ckpt": OrchestratorCheckpointConfig,
+}
+"""Sections that say nothing of what is trained where they hold their defaults: they may be added."""
 
 
 class Beginning(StrEnum):
@@ -119,9 +140,11 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
     recorded = _recorded(paths)
     is_unfinished = config.supervise and recorded is not None and _is_unfinished(entries)
     if is_unfinished and recorded is not None and found_results(paths.output_dir):
-        is_again = resume_step == recorded.get("ckpt.resume_step", None) and not _was_interrupted(entries)
-        if resume_step is None or is_again:
+        if resume_step is None:
             _check_same(config, recorded, paths)
+            return Decision(Beginning.GOES_ON)
+        is_again = resume_step == recorded.get("ckpt.resume_step") and not _differences(config, recorded)
+        if is_again and _was_cut_off(entries):
             return Decision(Beginning.GOES_ON)
     if resume_step is not None:
         assert config.ckpt is not None
@@ -163,7 +186,8 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
         token=lifeline.launcher_token(),
         host=socket.gethostname(),
     )
-    return decision, [replace(spec, config=spec.config and _begun(spec.config, decision)) for spec in specs]
+    step = decision.step if decision.step is not None else _resumed_from(entries)
+    return decision, [replace(spec, config=spec.config and _begun(spec.config, decision, step)) for spec in specs]
 
 
 def finish(paths: RunPaths) -> None:
@@ -191,14 +215,21 @@ def end_leftovers(entries: Sequence[Entry]) -> None:
             time.sleep(LEFTOVER_POLL_S)
 
 
-def _begun(config: BaseModel, decision: Decision) -> BaseModel:
-    """The configuration of a process of a run that begins so."""
-    if decision.beginning is Beginning.GOES_ON:
-        return over_files(recovering(config))
+def _begun(config: BaseModel, decision: Decision, resume_step: int | None) -> BaseModel:
+    """The configuration of a process of a run that begins so; `resume_step`: of the checkpoint it once went back to."""
     checkpoints = getattr(config, "ckpt", None)
-    if decision.step is None or checkpoints is None:
-        return config
-    return config.model_copy(update={"ckpt": checkpoints.model_copy(update={"resume_step": decision.step})})
+    if checkpoints is not None and "recover" in type(config).model_fields:
+        resuming = checkpoints.model_copy(update={"resume_step": resume_step})
+        config = config.model_copy(update={"ckpt": resuming})
+    return over_files(recovering(config)) if decision.beginning is Beginning.GOES_ON else config
+
+
+def _resumed_from(entries: Sequence[Entry]) -> int | None:
+    """The step of the checkpoint that the run went back to last; None: it never did."""
+    for entry in reversed(entries):
+        if entry.event == "run_started" and (entry.step is not None or entry.facts.get("beginning") == Beginning.NEW):
+            return entry.step
+    return None
 
 
 def _is_unfinished(entries: Sequence[Entry]) -> bool:
@@ -207,10 +238,10 @@ def _is_unfinished(entries: Sequence[Entry]) -> bool:
     return bool(ends) and ends[-1].event == "run_started" and ends[-1].facts.get("supervised") == 1
 
 
-def _was_interrupted(entries: Sequence[Entry]) -> bool:
-    """Whether somebody ended the last launcher with Ctrl-C."""
+def _was_cut_off(entries: Sequence[Entry]) -> bool:
+    """Whether the last launcher was ended by something outside the run and by nobody at a keyboard."""
     ends = [entry for entry in entries if entry.event in ("run_started", "run_stopped")]
-    return bool(ends) and ends[-1].facts.get("reason") == INTERRUPTED
+    return bool(ends) and (ends[-1].event == "run_started" or ends[-1].facts.get("reason") == TERMINATED)
 
 
 def _recorded(paths: RunPaths) -> dict[str, Any] | None:
@@ -233,20 +264,38 @@ def _flat(tree: Mapping[str, Any], around: str = "") -> dict[str, Any]:
 
 def _check_same(config: RLConfig, recorded: dict[str, Any], paths: RunPaths) -> None:
     """Raises: ConfigError naming the keys in which `config` differs from the one that the run was started with."""
-    given = _flat(tomllib.loads(to_toml(config)))
-    different = [key for key in sorted({*given, *recorded}) if given.get(key) != recorded.get(key)]
-    told = [
-        f"{key} is {given.get(key)!r} and was {recorded.get(key)!r}"
-        for key in different
-        if not any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS)
-        and not (key == "max_steps" and _has_grown(given.get(key), recorded.get(key)))
-    ]
-    if told:
+    if told := _differences(config, recorded):
         raise ConfigError(
             f"{paths.output_dir} holds a run that is not complete, and the same command goes on with it; but "
             f"{'; '.join(told)}. Give it as it was ({paths.config('rl')}), go back to a checkpoint with "
             "--ckpt.resume-step, choose another directory with --output-dir, or delete that run with --clean"
         )
+
+
+def _differences(config: RLConfig, recorded: dict[str, Any]) -> list[str]:
+    """What `config` has changed of what matters: `seed is 2 and was 1`."""
+    given = _flat(tomllib.loads(to_toml(config)))
+    before = _defaults_of_checkpoints(given, recorded) | recorded
+    told = []
+    for key in sorted({*given, *before}):
+        now, then = given.get(key), before.get(key)
+        if now == then or any(key == harmless or key.startswith(f"{harmless}.") for harmless in HARMLESS):
+            continue
+        if key != "max_steps" or not _has_grown(now, then):
+            told.append(f"{key} is {now!r} and was {then!r}")
+        elif not isinstance(config.trainer.scheduler, ConstantSchedulerConfig):
+            told.append(f"{key} is {now!r} and was {then!r}, on which the learning rates of trainer.scheduler depend")
+    return told
+
+
+def _defaults_of_checkpoints(given: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:
+    """What the sections of `_CHECKPOINTS` that only `given` has would have been, by key."""
+    filled: dict[str, Any] = {}
+    for section, model in _CHECKPOINTS.items():
+        if not any(key.startswith(f"{section}.") for key in recorded):
+            defaults = _flat(tomllib.loads(to_toml(model())), f"{section}.")
+            filled |= {key: value for key, value in defaults.items() if key in given}
+    return filled
 
 
 def _has_grown(now: int | None, before: int | None) -> bool:

@@ -1,9 +1,11 @@
 import fcntl
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -19,7 +21,17 @@ from prime_rl.launch import runs
 from prime_rl.launch.machine import Machine
 from prime_rl.launch.plan import plan_rl
 from prime_rl.launch.processes import MARK
-from prime_rl.launch.runs import INTERRUPTED, Beginning, Decision, decide, end_leftovers, enter, finish, held
+from prime_rl.launch.runs import (
+    INTERRUPTED,
+    TERMINATED,
+    Beginning,
+    Decision,
+    decide,
+    end_leftovers,
+    enter,
+    finish,
+    held,
+)
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.manifest import publish_dir
 
@@ -111,12 +123,67 @@ def test_another_configuration_is_refused_with_the_keys(paths):
         ([], ["--max-restarts", "3", "--recovery-interval", "9", "--log.level", "debug"]),
         (["--inference"], ["--inference", "--inference.server.port", "8123"]),
         (["--ckpt.interval", "5"], ["--ckpt.interval", "7", "--ckpt.keep-last", "2"]),
+        (
+            ["--inference"],
+            ["--inference", "--inference.gpu-memory-utilization", "0.5", "--inference.max-num-seqs", "9"],
+        ),
     ],
-    ids=["more steps", "steps without end", "how it is watched", "another port", "retention"],
+    ids=["more steps", "steps without end", "how it is watched", "another port", "retention", "less memory"],
 )
 def test_what_changes_nothing_that_is_trained_may_differ(paths, before, now):
     began(paths, *before)
     assert decide(rl(paths, *now), paths) == GOES_ON
+
+
+LISTED = re.compile(r"These may differ, .*?: (.*?)To change others", re.DOTALL)
+VALUES = {
+    "supervise": None,  # without it, no run goes on
+    "output_dir": None,
+    "log": ("log.level", "debug"),
+    "wandb": ("wandb.project", "p"),
+    "heartbeat": ("trainer.heartbeat.url", "http://localhost:1"),
+    "ckpt.save_async": ("ckpt.save-async", "true"),
+    "ckpt.resume_step": None,
+    "trainer.weights": ("trainer.weights.interval", "3"),
+    "trainer.keep_batches": ("trainer.keep-batches", "true"),
+    "inference.server": ("inference.server.port", "8123"),
+    "inference.log": ("inference.log.level", "debug"),
+    "inference.gpu_memory_utilization": ("inference.gpu-memory-utilization", "0.5"),
+    "orchestrator.client": ("orchestrator.client.timeout", "7"),
+    "trainer.wandb": ("trainer.wandb.name", "n"),
+    "orchestrator.wandb": ("orchestrator.wandb.name", "n"),
+}
+"""Key of the list in docs/failures.md -> what to give for it; others are numbers."""
+
+
+def listed():
+    text = Path(__file__).parents[3].joinpath("docs", "failures.md").read_text()
+    (told,) = LISTED.findall(text)
+    return re.findall(r"`([a-z_.]+)`", told)
+
+
+@pytest.mark.parametrize("key", [key for key in listed() if VALUES.get(key, ()) is not None])
+def test_every_key_that_the_docs_call_free_may_be_added(paths, key):
+    name, value = VALUES.get(key, (key.replace("_", "-"), "99"))
+    server = ["--inference"]
+    began(paths, *server, "--max-steps", "5", "--wandb.offline" if key.endswith(".wandb") else "--log.file")
+    given = ["--wandb.offline"] if key.endswith(".wandb") else []
+    argv = [*server, *given, *(["--max-steps", "5"] if key != "max_steps" else []), f"--{name}", value]
+    assert decide(rl(paths, *argv), paths) == GOES_ON
+
+
+def test_a_checkpoint_section_that_is_added_may_keep_no_less_than_before(paths):
+    began(paths)
+    with pytest.raises(ConfigError, match=r"but trainer.ckpt.weights_only is True and was False\. Give it"):
+        decide(rl(paths, "--ckpt.interval", "5", "--trainer.ckpt.weights-only"), paths)
+
+
+def test_more_steps_are_refused_where_learning_rates_depend_on_their_number(paths):
+    schedule = ["--trainer.scheduler.type", "cosine", "--trainer.scheduler.warmup-steps", "1"]
+    began(paths, "--max-steps", "5", *schedule)
+    with pytest.raises(ConfigError, match=r"max_steps is 9 and was 5, on which the learning rates of trainer\.sched"):
+        decide(rl(paths, "--max-steps", "9", *schedule), paths)
+    assert decide(rl(paths, "--max-steps", "5", *schedule), paths) == GOES_ON
 
 
 def test_fewer_steps_are_refused(paths):
@@ -144,8 +211,20 @@ def test_a_command_that_went_back_and_was_killed_goes_on_and_does_not_go_back_ag
     began(paths, "--ckpt.resume-step", "2", checkpoints=(2, 4))
     assert decide(rl(paths, "--ckpt.resume-step", "2"), paths) == GOES_ON
     assert decide(rl(paths, "--ckpt.resume-step", "4"), paths) == Decision(Beginning.GOES_BACK, 4)
-    Journal(paths.journal, "launcher").note("run_stopped", reason=INTERRUPTED)
+    Journal(paths.journal, "launcher").note("run_stopped", reason=TERMINATED)
+    assert decide(rl(paths, "--ckpt.resume-step", "2"), paths) == GOES_ON
+
+
+@pytest.mark.parametrize("reason", [INTERRUPTED, "trainer ended with exit code 3: the weights are NaN"])
+def test_a_command_that_went_back_and_was_stopped_for_a_reason_goes_back_again(paths, reason):
+    began(paths, "--ckpt.resume-step", "2", checkpoints=(2, 4), ended=("run_stopped", reason))
     assert decide(rl(paths, "--ckpt.resume-step", "2"), paths) == Decision(Beginning.GOES_BACK, 2)
+
+
+def test_another_configuration_goes_back_to_the_same_checkpoint(paths):
+    began(paths, "--ckpt.resume-step", "2", checkpoints=(2, 4))
+    changed = rl(paths, "--ckpt.resume-step", "2", "--trainer.optim.lr", "1e-7")
+    assert decide(changed, paths) == Decision(Beginning.GOES_BACK, 2)
 
 
 LAPTOP = Machine(gpus=(), num_cpus=2)
@@ -181,6 +260,18 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond_and_resumes(paths):
     assert not step_dir(paths.checkpoints, 3).exists()
     assert step_dir(paths.superseded / "1" / "checkpoints", 3).is_dir()
     assert step_dir(paths.superseded / "1" / "rollouts", 2).is_dir()
+
+
+@pytest.mark.parametrize("argv", [["--ckpt.resume-step", "-1"], ["--ckpt"]])
+def test_a_run_that_went_back_and_goes_on_still_knows_to_which_checkpoint(paths, argv):
+    began(paths, "--ckpt", checkpoints=(1, 3), ended=("run_complete",))
+    entered(paths, "--ckpt.resume-step", "-1")
+    write_toml(rl(paths, "--ckpt.resume-step", "-1"), paths.config("rl"))
+    for _ in range(2):
+        decision, configs = entered(paths, *argv)
+        assert decision == GOES_ON
+        for name in ("trainer", "orchestrator"):
+            assert (configs[name].recover, configs[name].ckpt.resume_step) == (True, 3)
 
 
 def test_the_latest_checkpoint_is_the_same_for_all_processes(paths):
