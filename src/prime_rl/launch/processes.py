@@ -29,8 +29,12 @@ from prime_rl.paths import RunPaths, drafts
 
 ENDING_POLL_S = 0.05
 GRACE_S = 5.0
-KILL_S = 10.0
-"""Seconds in which a process is gone that is killed; one that waits for a broken disk or driver may not be."""
+KILL_S = 60.0
+"""Seconds in which a process is gone that is killed, before it is started again. The system gives back its memory
+first: of hundreds of GB that are pinned for a GPU, of a core dump, or under a disk that answers slowly, that takes a
+while, and a run that could go on would end. One that waits for a broken disk or driver is there still."""
+STOP_S = 10.0
+"""The same where the run ends: nobody waits for it but the user."""
 NUM_LAST_LINES = 15
 AGENT = "prime_rl.trainer.agent"
 
@@ -128,7 +132,7 @@ def _last_lines(one: Running) -> list[str]:
 
 def stop(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) -> None:
     """Ask every process to end, then make it; descendants that left its session included. `hurry`: at once."""
-    families = [process for one in running for process in family(one)]
+    families = [process for one in running if one.code is None for process in family(one)]  # of the others: by mark
     for one in running:
         if one.code is None:
             one.process.terminate()
@@ -137,7 +141,7 @@ def stop(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) ->
         if one.code is None:
             one.process.kill()
             one.process.wait()
-    _end(families, [one.mark for one in running])
+    _end(families, [one.mark for one in running], STOP_S)
 
 
 def _wait_for_ends(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) -> None:
@@ -166,12 +170,12 @@ def end_family(one: Running) -> list[psutil.Process]:
     kill(members)
     with contextlib.suppress(subprocess.TimeoutExpired):
         one.process.wait(timeout=KILL_S)
-    return _end(members, [one.mark])
+    return _end(members, [one.mark], KILL_S)
 
 
-def _end(members: Sequence[psutil.Process], marks: Sequence[str]) -> list[psutil.Process]:
-    """Kill `members` and whatever has one of `marks`, and wait for KILL_S until all are gone; those that are not."""
-    end = time.monotonic() + KILL_S
+def _end(members: Sequence[psutil.Process], marks: Sequence[str], within_s: float) -> list[psutil.Process]:
+    """Kill `members` and whatever has one of `marks`, and wait so long until all are gone; those that are not."""
+    end = time.monotonic() + within_s
     while left := [*filter(is_there, members), *marked(marks)]:  # what was started while we killed, too
         kill(left)
         if time.monotonic() >= end:
@@ -181,13 +185,18 @@ def _end(members: Sequence[psutil.Process], marks: Sequence[str]) -> list[psutil
 
 
 def family(one: Running) -> list[psutil.Process]:
-    """The descendants of a process: by mark, by session (which outlives the ancestor), and by ancestry."""
+    """The descendants of a process that runs, or died just now: by mark, by session, and by ancestry.
+
+    Its session outlives it, and nobody else is given its pid as long as that has a member. Once all are gone, the pid
+    may be a stranger's: where there is such a process again, only marks count.
+    """
     found = {process.pid: process for process in marked([one.mark])}
-    for process in psutil.process_iter():
+    is_ours = one.code is None or not psutil.pid_exists(one.process.pid)
+    for process in psutil.process_iter() if is_ours else ():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == one.process.pid:
                 found[process.pid] = process
-    for pid in [one.process.pid, *found]:
+    for pid in [*([one.process.pid] if is_ours else []), *found]:
         with contextlib.suppress(psutil.Error):
             found |= {process.pid: process for process in psutil.Process(pid).children(recursive=True)}
     found.pop(one.process.pid, None)

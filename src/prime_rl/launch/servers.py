@@ -88,10 +88,15 @@ def check_ports(specs: Iterable[ProcessSpec]) -> None:
     """See whether every server of a plan can listen. Raises: ConfigError saying on which port somebody else does."""
     for spec in specs:
         if spec.port is not None:
-            section = SECTIONS["teacher" if spec.name.startswith("teacher") else "inference"]
-            is_open = isinstance(spec.config, InferenceConfig) and spec.config.api_key
-            host = getattr(getattr(spec.config, "server", None), "host", None)
-            check_free(host or ("0.0.0.0" if is_open else "127.0.0.1"), spec.port, f"{section}.server.port")
+            check_port(spec, spec.port)
+
+
+def check_port(spec: ProcessSpec, port: int) -> None:
+    """As `check_ports`, of one server: at the address where it listens, and at no other."""
+    section = SECTIONS["teacher" if spec.name.startswith("teacher") else "inference"]
+    is_open = isinstance(spec.config, InferenceConfig) and spec.config.api_key
+    host = getattr(getattr(spec.config, "server", None), "host", None)
+    check_free(host or ("0.0.0.0" if is_open else "127.0.0.1"), port, f"{section}.server.port")
 
 
 def _addresses(client: ClientConfig, config: InferenceConfig, first_port: int, number: int) -> tuple[str, ...]:

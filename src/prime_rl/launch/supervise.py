@@ -12,7 +12,6 @@ gives up. Of several servers that do the same work, one that is given up ends th
 Without `restarts`, any death ends the run, but for that of one of several servers.
 """
 
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,14 @@ from pydantic import BaseModel
 from prime_rl import activity, lifeline
 from prime_rl.config.artifacts import FilesystemBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.errors import FINAL, DataError, ProcessFailed
+from prime_rl.errors import FINAL, ConfigError, DataError, ProcessFailed
 from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.launch import processes
 from prime_rl.launch.hangs import Hangs
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.processes import Running, end_family, how_it_ended, obituary, with_reason
 from prime_rl.launch.restarts import Again, Restarts, place_of
+from prime_rl.launch.servers import check_port
 from prime_rl.logs import get_logger
 from prime_rl.monitors.events import EventLog
 from prime_rl.paths import RunPaths
@@ -173,7 +173,7 @@ class Supervision:
     def _start_again(self, one: _Member) -> None:
         assert one.due is not None
         port = one.spec.port
-        if port is not None and not _is_free(port):
+        if port is not None and not _is_free(one.spec, port):
             if time.monotonic() >= one.due + PORT_S:
                 raise ProcessFailed(
                     f"{one.spec.name} cannot be started again: its port {port} was not free within {PORT_S:g} s; "
@@ -212,13 +212,13 @@ class Supervision:
 
 
 def recovering(config: BaseModel) -> BaseModel:
-    """The configuration of a process that goes on from what the run directory holds."""
+    """The configuration of a process that goes on from what the run directory holds.
+
+    `ckpt.resume_step` stays: as long as nothing was done since, a run that went back still begins at that checkpoint.
+    """
     if "recover" not in type(config).model_fields:
         return config
-    changes: dict[str, object] = {"recover": True}
-    if (checkpoints := getattr(config, "ckpt", None)) is not None:
-        changes["ckpt"] = checkpoints.model_copy(update={"resume_step": None})
-    return config.model_copy(update=changes)
+    return config.model_copy(update={"recover": True})
 
 
 def over_files(config: BaseModel) -> BaseModel:
@@ -233,10 +233,10 @@ def over_files(config: BaseModel) -> BaseModel:
     return config.model_copy(update={"weight_broadcast": told})
 
 
-def _is_free(port: int) -> bool:
-    """Whether a server could listen there: on every address, as connections that just ended do not hinder it."""
+def _is_free(spec: ProcessSpec, port: int) -> bool:
+    """Whether its server could listen there; connections that just ended do not hinder it."""
     try:
-        socket.create_server(("", port)).close()
-    except OSError:
+        check_port(spec, port)
+    except ConfigError:
         return False
     return True

@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -16,7 +18,7 @@ from prime_rl.journal import Journal, read_journal
 from prime_rl.launch import supervise
 from prime_rl.launch.local import oversee
 from prime_rl.launch.machine import ProcessSpec
-from prime_rl.launch.processes import is_there, start
+from prime_rl.launch.processes import end_family, family, is_there, start, stop
 from prime_rl.launch.restarts import Restarts
 from prime_rl.launch.supervise import Supervision, over_files, recovering
 from prime_rl.monitors.events import EventTail
@@ -201,6 +203,40 @@ def test_a_server_is_started_again_only_when_its_port_is_free(tmp_path, run, fre
     assert len(starts(tmp_path, "inference")) == 2
 
 
+def test_a_port_of_another_address_hinders_no_restart(tmp_path, run, free_port):
+    server = acts(tmp_path, "inference", KILLED, LIVES, is_service=True, port=free_port)
+    until = f"while len(Path({str(tmp_path)!r}, 'inference.starts').read_text().split()) < 2: time.sleep(0.05)"
+    with socket.create_server(("127.0.0.2", free_port)):
+        run(server, acts(tmp_path, "trainer", until))
+    assert len(starts(tmp_path, "inference")) == 2
+
+
+def test_a_pid_that_is_given_again_is_nobody_of_the_family(tmp_path):
+    """A stranger with a session and a child, under the pid that a process of ours had."""
+    ours = start(acts(tmp_path, "trainer", "sys.exit(0)"), tmp_path)
+    ours.process.wait()
+    stranger = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo started; wait"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={"PATH": os.defpath},
+    )
+    assert stranger.stdout is not None
+    assert stranger.stdout.readline() == b"started\n"
+    (child,) = psutil.Process(stranger.pid).children()
+    ours.process.pid = stranger.pid
+    try:
+        assert family(ours) == []
+        stop([ours], RunPaths(tmp_path), threading.Event())
+        assert end_family(ours) == []
+        assert is_there(child)
+        assert stranger.poll() is None
+    finally:
+        child.kill()
+        stranger.kill()
+        stranger.communicate()
+
+
 def test_a_port_that_stays_in_use_ends_the_run_in_words(tmp_path, run, free_port, monkeypatch):
     monkeypatch.setattr(supervise, "PORT_S", 0.5)
     with (
@@ -256,13 +292,13 @@ def test_without_supervision_a_death_ends_the_run(tmp_path):
     assert not paths.journal.exists()
 
 
-def test_whoever_is_started_again_recovers_and_does_not_resume():
+def test_whoever_is_started_again_recovers_and_knows_what_it_was_resumed_from():
     config = TrainerConfig(
         ckpt=TrainerCheckpointConfig(resume_step=4, interval=7), weight_broadcast=NCCLBroadcastConfig()
     )
     again = over_files(recovering(config))
     assert again.recover
-    assert (again.ckpt.resume_step, again.ckpt.interval) == (None, 7)
+    assert (again.ckpt.resume_step, again.ckpt.interval) == (4, 7)
     assert again.weight_broadcast == FilesystemBroadcastConfig()
     server = InferenceConfig(weight_broadcast={"type": "nccl"})
     assert over_files(recovering(server)).weight_broadcast.type == "filesystem"
