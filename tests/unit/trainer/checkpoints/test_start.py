@@ -104,6 +104,30 @@ def test_recovering_takes_the_newest_sound_one_or_the_beginning_and_skips_nothin
     assert "step_6 is passed over" in caplog.text
 
 
+def test_recovering_begins_as_resumed_until_there_is_something_newer(tmp_path):
+    for step in (2, 4):
+        publish(tmp_path / "checkpoints", step, schedule_step=step + 3)
+    resumed = {"ckpt": {"resume_step": 4, "skip_optimizer": True, "skip_scheduler": True}}
+    found = start(tmp_path, recover=True, **resumed)
+    assert (found.kind, found.first_step, found.skips_anything) == ("recover", 4, True)
+    assert found.progress().schedule_ahead == start(tmp_path, **resumed).progress().schedule_ahead == -4
+    publish(tmp_path / "recovery", 4, schedule_step=0)  # after what is skipped
+    assert start(tmp_path, recover=True, **resumed).progress().schedule_ahead == -4
+    publish(tmp_path / "recovery", 6)
+    found = start(tmp_path, recover=True, **resumed)
+    assert (found.first_step, found.skips_anything) == (6, False)
+
+
+def test_recovering_goes_no_further_back_than_the_checkpoint_of_the_resume(tmp_path):
+    for step in (2, 4):
+        publish(tmp_path / "checkpoints", step)
+    found = start(tmp_path, recover=True, ckpt={"resume_step": 4, "weights_only": True})
+    assert found.checkpoint == tmp_path / "checkpoints" / "step_4"
+    damage(tmp_path / "checkpoints" / "step_4")
+    with pytest.raises(ArtifactError, match="the checkpoint of step 4 cannot be used"):
+        start(tmp_path, recover=True, ckpt={"resume_step": 4})
+
+
 def rows(root) -> list[int]:
     return [json.loads(line)["step"] for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
 
@@ -146,6 +170,32 @@ def test_recovering_keeps_weights_and_batches_and_makes_room_for_what_was_damage
     assert complete_checkpoints(tmp_path / "weights") == [7]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_6.damaged-1"]
     assert rows(tmp_path) == [0, 1, 2, 3]
+
+
+def names(root) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_of_damaged_checkpoints_the_last_stays(tmp_path):
+    publish(tmp_path / "checkpoints", 4)
+    for _ in range(2):
+        publish(tmp_path / "checkpoints", 6)
+        damage(tmp_path / "checkpoints" / "step_6")
+        clear(tmp_path, start(tmp_path, recover=True), recover=True)
+        assert names(tmp_path / "checkpoints") == ["step_4", "step_6.damaged-1"]
+    publish(tmp_path / "checkpoints", 8)
+    damage(tmp_path / "checkpoints" / "step_8")
+    clear(tmp_path, start(tmp_path, recover=True), recover=True)
+    assert names(tmp_path / "checkpoints") == ["step_4", "step_8.damaged-1"]
+
+
+def test_weights_alone_that_are_written_again_are_not_called_damaged(tmp_path):
+    publish(tmp_path / "recovery", 4)
+    for step in (3, 6):
+        publish(tmp_path / "checkpoints", step, has_optimizer=False)
+    values = {"recover": True, "ckpt": {"weights_only": True}}
+    clear(tmp_path, start(tmp_path, **values), **values)
+    assert names(tmp_path / "checkpoints") == ["step_3"]
 
 
 def test_batches_that_are_gone_cannot_be_trained_on_again(tmp_path):
