@@ -9,7 +9,7 @@ from prime_rl.journal import Journal
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper, CheckpointPlan, Sources
 from prime_rl.trainer.checkpoints.retention import CheckpointRetention
-from prime_rl.trainer.checkpoints.start import Start, checkpoint_root
+from prime_rl.trainer.checkpoints.start import Start, checkpoint_root, kind_of
 from prime_rl.trainer.checkpoints.writer import CheckpointWriter
 from prime_rl.trainer.ckpt import Stateful, state_of
 from prime_rl.trainer.model.build import TrainedModel
@@ -50,6 +50,7 @@ def build_rules(
         is_async=ckpt is not None and ckpt.save_async,
         weights_only=not is_whole,
         recovery_interval_s=config.recovery_interval if isinstance(config, TrainerConfig) else None,
+        is_recovered=kind_of(config) == "recover",
     )
     drops_batches = isinstance(config, TrainerConfig) and not config.keep_batches and config.replay is None
     checkpoints = CheckpointRetention(

@@ -1,5 +1,6 @@
 """What the training loop leaves behind of every step, besides weights and metrics: the journal, and checkpoints."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class CheckpointPlan:
     is_async: bool
     weights_only: bool
     recovery_interval_s: float | None
+    is_recovered: bool = False
+    """Whether the first step is to have a recovery checkpoint: a run that dies more often than the interval is long
+    would otherwise make the same steps again every time."""
 
     def has(self, step: int) -> bool:
         """Whether step `step` has one, the last one always."""
@@ -133,7 +137,7 @@ class CheckpointKeeper:
         self._progress = progress
         self._sources = sources
         self._tidy = tidy
-        self._last_whole = time.monotonic()
+        self._last_whole = -math.inf if plan.is_recovered else time.monotonic()
 
     def wants_recovery(self) -> bool:
         interval = self._plan.recovery_interval_s
@@ -201,6 +205,7 @@ class CheckpointKeeper:
             orchestrator=lambda: sources.orchestrator(step - 1),
             begun=lambda: self._note("checkpoint_begun", step, kind=kind),
             complete=complete,
+            replaces=kind == "recovery",  # the one that was resumed from, without what was skipped
         )
         self._writer.save(
             sources.state(with_optimizer), contents, in_background=self._plan.is_async or kind == "recovery"

@@ -49,6 +49,8 @@ class Contents:
     """Called before anything is written."""
     complete: Callable[[], None]
     """Called once the checkpoint is there."""
+    replaces: bool = False
+    """Whether it takes the place of one of the same step, if there is one."""
 
 
 class CheckpointWriter:
@@ -171,7 +173,7 @@ class _Job:
         contents = self._contents
         contents.begun()
         try:
-            with publish_dir(contents.final) as draft:
+            with publish_dir(contents.final, replaces=contents.replaces) as draft:
                 self._tell(str(draft))
                 save_state(draft / TRAINER_STATE, state, self._ranks.saving)
                 write_record(draft / TRAINER_STATE, contents.record)

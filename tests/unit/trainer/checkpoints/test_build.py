@@ -1,6 +1,7 @@
 """Whole runs of the trainer, as far as checkpoints show in them."""
 
 import logging
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +15,7 @@ from prime_rl.paths import RunPaths
 from prime_rl.trainer import build
 from prime_rl.trainer.checkpoints import writer
 from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper
+from prime_rl.trainer.ckpt import read_record
 from prime_rl.trainer.rl.build import train_rl
 from prime_rl.transport.batches import STATE, BatchReader, BatchWriter
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, complete_checkpoints, verify
@@ -210,6 +212,70 @@ def test_a_replay_from_a_checkpoint_touches_nothing_of_the_run_that_recorded(con
     with pytest.raises(PrimeRLError, match="choose another output_dir"):
         train_rl(config(replay=str(paths.rollouts), ckpt=ckpt))
     assert sorted(paths.output_dir.rglob("*")) == before
+
+
+@contextmanager
+def recovery_after(*steps: int):
+    """A recovery checkpoint is due after these steps of the next run."""
+    with pytest.MonkeyPatch.context() as patch:
+        is_due = iter(number + 1 in steps for number in range(8))
+        patch.setattr(CheckpointKeeper, "wants_recovery", lambda keeper: next(is_due))
+        yield
+
+
+def test_what_was_skipped_is_not_in_the_recovery_checkpoint_either(config, recorded):
+    recorded(8)
+    with killed_in(3), recovery_after(2):
+        train_rl(config(recovery_interval=1000))
+    source = RunPaths(config().output_dir).recovery / "step_2"
+    before = read_record(source / "trainer").schedule_step
+    with killed_in(3):
+        train_rl(config(recovery_interval=1000, ckpt={"resume_step": -1, "skip_scheduler": True}))
+    verify(source)
+    assert (before, read_record(source / "trainer").schedule_step) == (2, 0)
+
+
+def test_a_run_that_goes_on_has_a_recovery_checkpoint_after_its_first_step(config, recorded):
+    recorded(8)
+    with killed_in(3):
+        train_rl(config(recovery_interval=1000))
+    recovery = RunPaths(config().output_dir).recovery
+    assert complete_checkpoints(recovery) == []
+    for step in (1, 2):
+        with killed_in(step):
+            train_rl(config(recover=True, recovery_interval=1000))
+        assert complete_checkpoints(recovery) == [step]
+
+
+def test_weights_beside_a_recovery_checkpoint_go_with_it_at_the_end(config, recorded):
+    recorded(8)
+    with recovery_after(4):
+        train_rl(config(recovery_interval=1000, max_async_level=1))
+    paths = RunPaths(config().output_dir)
+    assert complete_checkpoints(paths.recovery) == []
+    assert complete_steps(paths.weights) == [6, 7, 8]
+
+
+def test_a_run_without_its_merged_model_is_not_complete(config, recorded, model_dir):
+    recorded(8)
+    lora = {"rank": 2, "target_modules": ["q_proj"], "merge": True}
+    values = {"model": {"name": str(model_dir), "seq_len": 32, "lora": lora}, "ckpt": {"interval": 8}}
+    train_rl(config(**values))
+    merged = RunPaths(config().output_dir).merged / "step_8"
+    before = (merged / "STABLE").read_bytes()
+    shutil.rmtree(merged)
+    train_rl(config(**values, recover=True))
+    assert (merged / "STABLE").read_bytes() == before
+
+
+def test_going_on_beyond_the_last_step_is_refused_before_anything_is_set_aside(config):
+    values = {"data": {"fake": {}}, "scheduler": {"type": "constant"}}
+    train_rl(config(ckpt={"interval": 2}, max_steps=4, **values))
+    paths = RunPaths(config().output_dir)
+    with pytest.raises(PrimeRLError, match=r"at step 2 already, beyond max_steps = 1"):
+        train_rl(config(ckpt={"resume_step": 2}, max_steps=1, **values))
+    assert complete_checkpoints(paths.checkpoints) == [2, 4]
+    assert not paths.superseded.exists()
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_serves(config, monkeypatch):
