@@ -234,6 +234,8 @@ class AdapterPublisher:
         """Raises: as `publish`."""
         if self._retention.is_wanted(step) and not self._retention.is_there(step):
             self._write(step, *self._gathered())
+        if self._merged is not None and self._merged.retention.stays(step):
+            self._merged.publish_again(step)
 
     def _gathered(self) -> tuple[Factors, dict[str, Tensor]]:
         factors, saved = gather_adapter(self._stored, self._config)

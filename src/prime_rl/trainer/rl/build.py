@@ -93,7 +93,10 @@ def _check_elsewhere(config: TrainerConfig, replay: Path) -> None:
 
 def _is_complete(config: TrainerConfig) -> bool:
     """Whether a run that is to go on has made its last step, and written all that it leaves."""
-    last = config.max_steps
-    if last is None or last not in complete_steps(RunPaths(config.output_dir).weights):
+    last, paths, lora = config.max_steps, RunPaths(config.output_dir), config.model.lora
+    if last is None or last not in complete_steps(paths.weights):
+        return False
+    is_merged_beside = lora is not None and lora.merge and not lora.modules_to_save  # with those, weights/ has it
+    if is_merged_beside and last not in complete_steps(paths.merged):
         return False
     return config.ckpt is None or last in complete_checkpoints(checkpoint_root(config))
