@@ -66,13 +66,16 @@ class Dispatcher:
         sources: Mapping[str, Source],
         *,
         version: Callable[[], int],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`sources` by name, as `concurrency` knows them. `version`: that of the weights which are served."""
+        """`sources` by name, as `concurrency` knows them. `version`: that of the weights which are served. `on_end`:
+        called after every job, of whatever source."""
         self.concurrency = concurrency
         self._fleet = fleet
         self._supervisor = supervisor
         self._sources = dict(sources)
         self._version = version
+        self._on_end = on_end
         self._jobs: dict[Hashable, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
@@ -121,4 +124,5 @@ class Dispatcher:
         self._fleet.release(key)
         del self._jobs[key]
         self.concurrency.end(name)
+        self._on_end()
         self.wake()

@@ -290,7 +290,14 @@ class Orchestrator:
             sources["evaluation"], shares["evaluation"] = evaluation, share
         groups = math.ceil(self._scheduler.window / self._scheduler.limits.first_estimate)
         concurrency = _concurrency(config, pools, shares, usual=groups * config.rollouts_per_example)
-        self._dispatcher = Dispatcher(self._fleet, self._supervisor, concurrency, sources, version=self._least_version)
+        self._dispatcher = Dispatcher(
+            self._fleet,
+            self._supervisor,
+            concurrency,
+            sources,
+            version=self._least_version,
+            on_end=self._renew_waiting,
+        )
         self._loads = Loads(self._fleet, concurrency, extensions.controller, on_change=self._dispatcher.wake)
         self._progress = Progress()
         self._ends = EndTally()
@@ -363,9 +370,13 @@ class Orchestrator:
             else:
                 await self._ship(groups)
 
-    def _on_end(self, ended: EndedRollout) -> None:
+    def _renew_waiting(self) -> None:
+        """A rollout has ended, of training or of an evaluation, for which training may wait: the servers get on."""
         if self._waiting is not None and not self._waiting.is_for("trainer"):
             self._waiting.renew()
+
+    def _on_end(self, ended: EndedRollout) -> None:
+        self._renew_waiting()
         if ended.result is None:
             self._dispatcher.cancel(ended.dispatch.rollout_id)
         self._ends.note(ended)
@@ -433,9 +444,16 @@ class Orchestrator:
         owner = "trainer" if for_weights else "inference"
         if self._waiting is None or not self._waiting.is_for(owner):
             self._end_waiting()
-            deadline_s = self._config.weights_timeout if for_weights else self._config.longest_rollout_s
+            deadline_s = self._config.weights_timeout if for_weights else self._longest_rollout_s
             self._waiting = activity.waiting(owner, self._what_is_missing, deadline_s=deadline_s).begin()
         return self._waiting
+
+    @property
+    def _longest_rollout_s(self) -> float:
+        """Seconds in which a rollout ends: of training, or of an evaluation, which has the deadline of the run."""
+        config = self._config
+        of_evaluation = 0.0 if self._evaluation is None else config.max_attempts * 2 * config.rollout_timeout
+        return max(config.longest_rollout_s, of_evaluation)
 
     def _end_waiting(self) -> None:
         if self._waiting is not None:

@@ -185,6 +185,25 @@ async def test_an_evaluation_may_run_alone_and_then_on_one_version_of_the_weight
     assert len(seen.monitor.rows) == 3
 
 
+async def test_while_training_waits_for_an_evaluation_each_of_its_rollouts_gives_the_servers_more_time(
+    config_of, monkeypatch
+):
+    waited, renew = [], Orchestrator._renew_waiting
+
+    def noting(self):
+        before = self._waiting.seconds if self._is_evaluated_alone and self._waiting is not None else None
+        renew(self)
+        if before is not None:
+            waited.append((before, self._waiting.seconds))
+
+    monkeypatch.setattr(Orchestrator, "_renew_waiting", noting)
+    own = {"env": [{"id": "slow"}], "interval": 1, "cancel_inflight_rollouts_on_eval": True}
+    config = config_of(eval=own | {"rollouts_per_example": 4}, max_steps=1)
+    await produce(config, [0.02, 0.02], [("slow", [0.1] * 3)])
+    assert len(waited) >= 11, "the base was evaluated with 12 rollouts"
+    assert all(after < before for before, after in waited)
+
+
 async def test_failed_rollouts_are_counted_and_are_no_scores(config_of, caplog):
     config = config_of(eval={"env": [{"id": "e"}], "rollouts_per_example": 2}, max_steps=1, max_attempts=2)
     seen = await produce(config, [0.02, 0.02], [("e", ["right", "fail", "raise"])])
