@@ -1,7 +1,7 @@
 """From a configuration to a running Trainer: what RL and SFT assemble alike."""
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,7 +95,13 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
+    # Of a record that still grows every rank may have seen another number of batches.
+    inputs = replace(inputs, max_steps=ranks.gathered(inputs.max_steps)[0])
     paths, start = RunPaths(config.output_dir), choose_start(config, ranks)
+    if start.kind == "resume" and inputs.max_steps is not None and start.first_step > inputs.max_steps:
+        raise ConfigError(
+            f"{start.checkpoint} is at step {start.first_step} already, beyond max_steps = {inputs.max_steps}"
+        )
     model = _loaded(config, inputs.directory, ranks)
     optimizer = _optimizer(config, model, start)
     load_start(start, model=model, optimizer=optimizer, data=inputs.data, ranks=ranks)

@@ -5,6 +5,7 @@ gradients      NCCL or gloo      parameters and gradients, by the mesh of `model
 tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
 gathered       gloo              metrics
 saving         gloo, patient     checkpoints, in a thread of each rank
+told           gloo, patient     which checkpoint to begin with, before there are such threads
 """
 
 import os
@@ -37,6 +38,8 @@ class Ranks:
     """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
     patience_s: float | None = None
     """How long that is."""
+    saving_s: float | None = None
+    """How long ranks wait for one another in `saving`."""
 
     @property
     def is_leader(self) -> bool:
@@ -54,6 +57,15 @@ class Ranks:
         with activity.waiting(activity.own_name(), "the word of rank 0", deadline_s=self.patience_s):
             dist.broadcast_object_list(words, src=0, group=self.words)
         return words[0]
+
+    def told(self, value: Any) -> Any:
+        """`value` of rank 0, on every rank; the others wait while it reads files of any size."""
+        if self.control is None:
+            return value
+        values = [value]
+        with activity.waiting(activity.own_name(), "rank 0 to read the disk", deadline_s=self.saving_s):
+            dist.broadcast_object_list(values, src=0, group=self.saving)
+        return values[0]
 
     def gathered(self, value: Any) -> list[Any]:
         """`value` of every rank, in their order, on every rank."""
@@ -96,7 +108,8 @@ def joined(
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
-    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + WRITING_S))
+    saving_s = timeout + WRITING_S
+    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=saving_s))
     yield Ranks(
         rank=rank,
         size=size,
@@ -105,6 +118,7 @@ def joined(
         saving=saving,
         words=words,
         patience_s=timeout + patience,
+        saving_s=saving_s,
     )
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 

@@ -45,13 +45,13 @@ def test_a_rank_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch)
         pass
 
 
-def talk(ranks: Ranks) -> tuple[list[str], list[int]]:
+def talk(ranks: Ranks) -> tuple[list[str], list[int], str]:
     words = ["one", "two"] if ranks.is_leader else [ranks.hear(), ranks.hear()]
     if ranks.is_leader:
         for word in words:
             ranks.tell(word)
-    return words, ranks.gathered(ranks.rank * 10)
+    return words, ranks.gathered(ranks.rank * 10), ranks.told(f"of {ranks.rank}")
 
 
 def test_all_hear_what_the_first_one_tells_and_know_what_all_have():
-    assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20])] * 3
+    assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20], "of 0")] * 3

@@ -4,7 +4,7 @@ anew       step 0, the model directory; a run directory that holds a run is refu
 resume     ckpt.resume_step: that checkpoint; what lies beyond it is set aside (`prime_rl.resume`)
 recover    the newest sound one of recovery/ and checkpoints/, or step 0; nothing is set aside but rows of metrics,
            and batches that are there are trained on again. Where the run was resumed, none older than that of
-           ckpt.resume_step; at that one, what the resume skips is skipped again (but for skip_progress, after which steps
+           ckpt.resume_step; at that one, what the resume skips is skipped again (not after skip_progress, where steps
            have other numbers)
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from prime_rl import activity
 from prime_rl.config.artifacts import TrainerCheckpointConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ArtifactError
@@ -26,7 +27,7 @@ from prime_rl.trainer.model.build import TrainedModel
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.streams import Seekable
 from prime_rl.transport.checkpoints import TRAINER_STATE, choose, complete_checkpoints, newest_sound, step_of
-from prime_rl.transport.manifest import complete_steps
+from prime_rl.transport.manifest import complete_steps, remove_dir
 
 _logger = get_logger(__name__)
 
@@ -104,8 +105,9 @@ def choose_start(config: TrainerConfig | SFTConfig, ranks: Ranks) -> Start:
     Raises: ArtifactError where there is none to resume from, it is damaged, or holds weights alone.
     """
     kind = kind_of(config)
-    chosen = _chosen(config, kind) if ranks.is_leader else None
-    checkpoint = ranks.gathered(chosen)[0]
+    with activity.doing("choosing where to begin"):
+        chosen = _chosen(config, kind) if ranks.is_leader else None
+    checkpoint = ranks.told(chosen)
     if checkpoint is None:
         return Start(kind=kind)
     record = read_record(checkpoint / TRAINER_STATE)
@@ -127,7 +129,7 @@ def _chosen(config: TrainerConfig | SFTConfig, kind: Kind) -> Path | None:
         newest, resumed_from = newest_sound([recovery, root] if has_all else [recovery]), _resumed_from(config)
         if resumed_from is None or (newest is not None and step_of(newest) >= resumed_from):
             return newest
-        return choose([root, recovery], resumed_from)
+        return choose([_source_root(config), recovery], resumed_from)
     if kind == "resume":
         assert config.ckpt is not None
         assert config.ckpt.resume_step is not None
@@ -172,7 +174,10 @@ def clear_way(config: TrainerConfig | SFTConfig, start: Start, journal: Journal,
     else:
         if recorded is not None:
             _check_batches(recorded, step)
-        _set_damaged_aside(root, step)
+        if config.ckpt is not None and config.ckpt.weights_only:
+            _remove_later(root, step)
+        else:
+            _set_damaged_aside(root, step)
         _set_damaged_aside(paths.recovery, step)
         drop_rows(paths.metrics("trainer"), step)
     journal.note("went_back", step=step)
@@ -193,8 +198,20 @@ def _check_batches(recorded: Path, step: int) -> None:
         )
 
 
+def _remove_later(root: Path, step: int) -> None:
+    """Weights alone, sound or not, from which nobody goes on: they are written again."""
+    for later in complete_checkpoints(root):
+        if later > step:
+            remove_dir(step_dir(root, later))
+
+
 def _set_damaged_aside(root: Path, step: int) -> None:
-    """Those that were passed over are written again, for which their names must be free."""
+    """Those that were passed over are written again, for which their names must be free.
+
+    Of those that were damaged earlier nothing stays, or they would fill the disk.
+    """
+    for earlier in root.glob("step_*.damaged-*") if any(n > step for n in complete_checkpoints(root)) else ():
+        remove_dir(earlier)
     for later in complete_checkpoints(root):
         if later > step:
             damaged = step_dir(root, later)
