@@ -148,6 +148,33 @@ TESTED = {
     },
     "trainer ckpt.skip_dataloader": f"{UNIT}/config/test_trainer.py::test_the_trainer_has_no_data_to_start_anew",
     "sft ckpt.skip_dataloader": f"{UNIT}/trainer/sft/test_train.py::test_data_begin_anew_where_that_is_asked_for",
+    **{
+        f"orchestrator {key}": f"{UNIT}/{test}"
+        for key, test in {
+            **dict.fromkeys(
+                ("ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "ckpt.save_async"),
+                "config/test_roots.py::"
+                "test_which_checkpoints_there_are_is_said_to_either_process_and_holds_for_the_trainer_who_writes_them",
+            ),
+            "ckpt.output_dir": "orchestrator/test_ckpt.py::test_checkpoints_may_lie_elsewhere",
+            **dict.fromkeys(
+                ("ckpt.resume_step", "ckpt.skip_buffer", "ckpt.skip_progress"),
+                "orchestrator/test_ckpt.py::test_skip_buffer_and_skip_progress",
+            ),
+            "ckpt.wait_for_weights_timeout": (
+                "orchestrator/test_ckpt.py::"
+                "test_a_resumed_run_waits_for_its_weights_as_long_as_its_checkpoints_section_says"
+            ),
+            **dict.fromkeys(
+                ("buffer.easy_fraction", "buffer.hard_fraction"),
+                "orchestrator/test_buffer.py::test_of_what_was_put_aside_the_fractions_come_back_where_a_run_is_resumed_"
+                "and_which_follows_from_the_seed",
+            ),
+            "buffer.hash_keys": (
+                "orchestrator/test_ckpt.py::test_workers_are_told_by_which_columns_examples_are_recognised"
+            ),
+        }.items()
+    },
     # only while a batch waits for weights
     "orchestrator weights_timeout": (
         f"{UNIT}/orchestrator/test_orchestrator.py::test_weights_that_do_not_come_end_the_run_in_words"

@@ -32,6 +32,13 @@ def test_checkpoints_are_switched_on_for_the_whole_run():
     assert (config.ckpt.resume_step, config.orchestrator.ckpt.resume_step) == (7, 7)
 
 
+def test_which_checkpoints_there_are_is_said_to_either_process_and_holds_for_the_trainer_who_writes_them():
+    said = {"interval": "7", "keep-last": "2", "keep-interval": "3", "save-async": "true"}
+    config = rl(*(word for key, value in said.items() for word in (f"--orchestrator.ckpt.{key}", value)))
+    ckpt = config.trainer.ckpt
+    assert (ckpt.interval, ckpt.keep_last, ckpt.keep_interval, ckpt.save_async) == (7, 2, 3, True)
+
+
 def test_no_ckpt_switches_them_off_again(tmp_path: Path):
     (tmp_path / "rl.toml").write_text("[ckpt]\ninterval = 5\n")
     config = rl("@", str(tmp_path / "rl.toml"), "--no-ckpt")

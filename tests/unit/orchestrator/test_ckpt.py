@@ -6,10 +6,13 @@ import pytest
 from tests.doubles.state import state_of
 
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.errors import ArtifactError, ConfigError
+from prime_rl.errors import ArtifactError, ConfigError, DeadlineExceeded
 from prime_rl.journal import Journal
 from prime_rl.monitors.base import JsonlMonitor, read_metrics
 from prime_rl.orchestrator.ckpt import Begins, Start, prepare_start
+from prime_rl.orchestrator.fleet import Fleet
+from prime_rl.orchestrator.orchestrator import _serve_first_weights, _specs
+from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.state import encode
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.transport.batches import STATE
@@ -287,3 +290,21 @@ def test_a_row_that_was_cut_off_goes(start, paths):
     assert start(recover=True).evaluated == {"val": 0}
     rows(paths, "eval", [1], "val/a/avg@1")
     assert steps_of(paths, "eval") == [0, 1]
+
+
+def test_checkpoints_may_lie_elsewhere(start, paths, tmp_path):
+    checkpoint(tmp_path / "elsewhere", 3)
+    found = start(ckpt={"resume_step": -1, "output_dir": tmp_path / "elsewhere"})
+    assert (found.how, found.next_batch, found.state) == (Begins.RESUMED, 3, state_of(num_batches=3))
+
+
+def test_workers_are_told_by_which_columns_examples_are_recognised():
+    config = OrchestratorConfig.model_validate({"buffer": {"hash_keys": ["question"]}})
+    assert [spec.hash_keys for spec in _specs(config, Start())] == [("question",)]
+
+
+async def test_a_resumed_run_waits_for_its_weights_as_long_as_its_checkpoints_section_says(paths):
+    config = OrchestratorConfig.model_validate({"ckpt": {"resume_step": 4, "wait_for_weights_timeout": 1}})
+    policy = Policy(Fleet([], model="m", outage_timeout_s=1.0), paths.weights)
+    with pytest.raises(DeadlineExceeded, match=r"step_4, which the run is to go on with, did not appear within 1 s"):
+        await _serve_first_weights(config, Start(how=Begins.RESUMED, next_batch=4), policy)
