@@ -92,6 +92,7 @@ def test_a_server_that_is_killed_and_one_that_hangs_lose_no_rollout(start_rl, tw
         *("--inference.server.port", str(port), "--inference.parallel.dp", "2", "--inference.backend", "embedded"),
         *("--orchestrator.max-off-policy-steps", "8", "--seq-len", "256", "--orchestrator.sampling.max-tokens", "128"),
         *("--orchestrator.sampling.extra-body", '{"ignore_eos": true}'),  # servers have more to do than the trainer
+        "--no-supervise",  # the test starts the server again
     )
     events = EventTail(run.paths.events)
     told: list[str] = []

@@ -65,10 +65,12 @@ class Results:
             raise ArtifactError(f"{self.directory} is no longer written")
         try:
             yield
-        except (OSError, ArtifactError) as error:
+        except ArtifactError:
             self._discard()
-            known = isinstance(error, ArtifactError)
-            raise error if known else refused(error, self.directory) from error
+            raise
+        except OSError as error:
+            self._discard()
+            raise refused(error, self.directory) from error
 
     def _begun(self) -> Path:
         if self._hidden is None:

@@ -285,7 +285,7 @@ class OnlineEvaluation:
             while last is not None and self._version < last:
                 if waiting.is_overdue:
                     raise DeadlineExceeded(
-                        f"waited {waiting.seconds:.1f} s for weights {last} (serving {self._version}) to evaluate them; "
+                        f"waited {waiting.seconds:.1f} s for weights {last} (serving {self._version}) to evaluate; "
                         "look at the trainer's log, or raise weights_timeout"
                     )
                 self._changed.clear()

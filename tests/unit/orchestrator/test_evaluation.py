@@ -302,7 +302,7 @@ async def test_held_out_examples_give_validation_rewards_and_never_train(config_
 
 async def test_last_weights_that_do_not_come_end_the_run_in_words(config_of):
     config = config_of(eval={"env": [{"id": "e"}]}, max_steps=1, weights_timeout=0.5)
-    with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s for weights 1 \(serving 0\) to evaluate them"):
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s for weights 1 \(serving 0\) to evaluate"):
         await produce(
             config, [0.02, 0.02], [("e", ["right"])], before_publishing=lambda step, seen: asyncio.Event().wait()
         )
