@@ -291,12 +291,7 @@ class Orchestrator:
         groups = math.ceil(self._scheduler.window / self._scheduler.limits.first_estimate)
         concurrency = _concurrency(config, pools, shares, usual=groups * config.rollouts_per_example)
         self._dispatcher = Dispatcher(
-            self._fleet,
-            self._supervisor,
-            concurrency,
-            sources,
-            version=self._least_version,
-            on_end=self._renew_waiting,
+            self._fleet, self._supervisor, concurrency, sources, version=self._least_version, on_end=self._renew_waiting
         )
         self._loads = Loads(self._fleet, concurrency, extensions.controller, on_change=self._dispatcher.wake)
         self._progress = Progress()
