@@ -53,6 +53,8 @@ RL_CASES: dict[str, dict[str, Any]] = {
     "optimizer in the host's memory": {"model": {"optim_cpu_offload": True}},
     "written beside training": {"ckpt": {"save_async": True}},
 }
+TWINS = ("muon", "sgd", "optimizer in the host's memory")
+"""Of which `tests/unit/trainer/optim` tests the state; here with the long tests."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,9 @@ def assert_same_to_the_last_bit(one: Path, two: Path) -> None:
         assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
 
 
-@pytest.mark.parametrize("name", RL_CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TWINS else name for name in RL_CASES]
+)
 def test_ten_steps_and_ten_equal_twenty_fed_by_recorded_batches(root, tmp_path, name):
     case = RL_CASES[name]
     train_rl(rl_config(root, tmp_path / "whole", case))
