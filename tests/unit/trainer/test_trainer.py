@@ -15,6 +15,7 @@ from prime_rl.data.balance import CostModel
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.errors import DataError, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
+from prime_rl.trainer.checkpoints.keeper import KeepsNothing
 from prime_rl.trainer.model.precision import ComputeModel
 from prime_rl.trainer.model.scoring import Scorer
 from prime_rl.trainer.optim.optimizer import build_optimizer
@@ -57,6 +58,27 @@ class Publisher:
 
     def finish(self) -> None:
         self.is_finished = True
+
+
+class NotesWeights(KeepsNothing):
+    """Keeps nothing, but notes the embedding whenever the loop tells of itself."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+        self.seen: list[tuple[str, float]] = []
+
+    def _note(self, what: str) -> None:
+        self.seen.append((what, self.model.model.embed_tokens.weight.sum().item()))
+
+    def received(self, step: int) -> None:
+        self._note("received")
+
+    def before_update(self) -> None:
+        self._note("before update")
+
+    def step_done(self, step: int, *, is_recovery_due: bool, num_skipped: int) -> bool:
+        self._note("step done")
+        return True
 
 
 def trainer(model, *batches: TrainingBatch, loss=None, lr=1e-2, **options):
@@ -116,6 +138,16 @@ class WithAnother(Ranks):
 
     def gathered(self, value):
         return [value, dataclasses.replace(value, host="node1", checksum=0)]
+
+
+def test_weights_change_between_the_word_that_they_are_about_to_and_the_end_of_the_step_alone(decoder, make_batch):
+    """What a checkpoint copies beside training is waited for at that word."""
+    keeper = NotesWeights(decoder)
+    trainer(decoder, make_batch(0), make_batch(1, seed=1), keeper=keeper)[0].run()
+    assert [what for what, _ in keeper.seen] == ["received", "before update", "step done"] * 2
+    first, *_, last = values = [value for _, value in keeper.seen]
+    assert values == [first, first, values[2], values[2], values[2], last]
+    assert len({first, values[2], last}) == 3
 
 
 def test_a_batch_that_another_rank_does_not_have_is_not_trained_on(decoder, make_batch):
