@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from prime_rl.journal import Entry, read_journal
+from prime_rl.journal import Entry, Journal, read_journal
 from prime_rl.paths import RunPaths
 from prime_rl.transport.manifest import publish_dir
 from tests.chaos import kills as kills_module
@@ -122,6 +123,26 @@ def test_a_process_that_outlives_its_launcher_is_found_and_ended(tmp_path: Path,
     assert "prime_rl.cli trainer" in left
     pid = int(left.partition(":")[0])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_journal_that_a_new_beginning_removes_is_no_end(tmp_path: Path):
+    run = KilledRun(tmp_path, [], [], max_steps=1, limit_s=1)
+    journal = Journal(run.paths.journal, "launcher")
+    is_over = threading.Event()
+
+    def begin_anew() -> None:
+        while not is_over.is_set():
+            journal.note("run_started")
+            run.paths.journal.unlink()
+
+    thread = threading.Thread(target=begin_anew)
+    thread.start()
+    try:
+        seen = {len(run.entries()) for _ in range(1000)}
+    finally:
+        is_over.set()
+        thread.join()
+    assert seen <= {0, 1}
 
 
 def test_nothing_is_killed_in_a_phase_that_was_never_seen_open(tmp_path: Path):
