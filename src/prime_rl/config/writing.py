@@ -1,7 +1,6 @@
 """A configuration as a TOML file that loads back to itself."""
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Any
@@ -50,7 +49,7 @@ def write_toml(config: BaseModel, path: FilePath) -> None:
 
     Raises: ConfigError where nothing can be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp")  # one process writes it: what it left when killed, the next takes
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch(mode=0o600)

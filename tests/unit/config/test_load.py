@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,18 @@ def test_a_resolved_configuration_loads_back_to_itself(rl_toml, tmp_path):
 def test_a_written_configuration_is_for_its_owner_s_eyes_only(tmp_path):
     write_toml(load(InferenceConfig, ["--api-key", "secret"], {}), tmp_path / "inference.toml")
     assert (tmp_path / "inference.toml").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_writer_that_was_killed_has_left_goes_with_the_next(tmp_path):
+    config = load(InferenceConfig, [], {})
+    is_cut_off = "import os, pathlib; pathlib.Path.replace = lambda *_: os.kill(os.getpid(), 9)"
+    write = "from prime_rl.config.writing import write_toml; from prime_rl.config.inference import InferenceConfig"
+    writer = f"{is_cut_off}; {write}; write_toml(InferenceConfig(), pathlib.Path({str(tmp_path)!r}) / 'a.toml')"
+    assert subprocess.run([sys.executable, "-c", writer], check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1, "half a file"
+    write_toml(config, tmp_path / "a.toml")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.toml"]
+    assert (tmp_path / "a.toml").stat().st_mode & 0o777 == 0o600
 
 
 def test_section_files_nest_and_mix_with_dotted_flags(tmp_path):
