@@ -112,15 +112,20 @@ def test_where_the_gpu_is_nearly_full_little_of_it_is_taken(tensors, monkeypatch
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     full = torch.empty(free - num_bytes - 2**28, dtype=torch.uint8, device="cuda")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    writer.start("weights", tensors.items(), dict)
-    writer.finish()
-    writer.close()
-    del full
-    most = (num_bytes + 2**28) // staging.STAGED_SHARE
+    try:
+        free, _ = torch.cuda.mem_get_info()
+        before = torch.cuda.memory_allocated()
+        most = (free + torch.cuda.memory_reserved() - before) // staging.STAGED_SHARE
+        torch.cuda.reset_peak_memory_stats()
+        writer.start("weights", tensors.items(), dict)
+        writer.finish()
+        writer.close()
+        taken = torch.cuda.max_memory_allocated() - before
+    finally:
+        del full
+        torch.cuda.empty_cache()  # later tests need it
     assert most + 2**22 < num_bytes
-    assert torch.cuda.max_memory_allocated() - before < most + 2**22
+    assert taken < most + 2**22  # beside the groups: their checksums
 
 
 def test_without_page_locked_memory_weights_arrive_all_the_same(tensors, monkeypatch, caplog):

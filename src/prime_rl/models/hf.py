@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -346,17 +346,18 @@ def write_safetensors(
     directory.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[Path, FileDigest, list[str]]] = []
     total = 0
-    writing: deque[tuple[Path, Future[FileDigest], list[str]]] = deque()
+    writing: deque[_Shard] = deque()
     try:
-        for number, shard in enumerate(_shards(tensors, max_shard_bytes)):
+        for number, tensors_of_shard in enumerate(_shards(tensors, max_shard_bytes)):
             if len(writing) == SHARDS_AT_ONCE:
-                parts.append(_written(writing.popleft()))
-            part = directory / f"shard-{number}.safetensors"
-            writing.append((part, _being_written(part, shard), list(shard)))
-            total += sum(tensor.nbytes for tensor in shard.values())
-        parts += [_written(one) for one in writing]
+                parts.append(writing[0].written())
+                writing.popleft()
+            writing.append(_Shard(directory / f"shard-{number}.safetensors", tensors_of_shard))
+            total += sum(tensor.nbytes for tensor in tensors_of_shard.values())
+        parts += [one.written() for one in writing]
     finally:
-        wait([digest for _, digest, _ in writing])  # or files would come into a directory that is being removed
+        for one in writing:  # or files would come into a directory that is being removed
+            one.join()
     if len(parts) == 1:
         part, digest, _ = parts[0]
         part.rename(directory / SINGLE_FILE)
@@ -372,23 +373,32 @@ def write_safetensors(
     return files
 
 
-def _being_written(path: Path, shard: dict[str, Tensor]) -> Future[FileDigest]:
-    """In a daemon thread: where a disk hangs, the process can end all the same."""
-    digest: Future[FileDigest] = Future()
+class _Shard:
+    """A file that a thread writes: a daemon, so that where a disk hangs, the process can end all the same."""
 
-    def write() -> None:
+    def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        self._path, self._names = path, list(tensors)
+        self._digest: Future[FileDigest] = Future()
+        self._thread = threading.Thread(target=self._write, args=(tensors,), name="shard", daemon=True)
+        self._thread.start()
+
+    def written(self) -> tuple[Path, FileDigest, list[str]]:
+        """The file with its digest, and what is in it. Raises: what came up while it was being written."""
+        self.join()
+        return self._path, self._digest.result(), self._names
+
+    def join(self) -> None:
+        """Wait for the file, and until the thread is over.
+
+        A daemon that still frees its tensors when the interpreter ends is unwound through C++ and aborts the process.
+        """
+        self._thread.join()
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
         try:
-            digest.set_result(write_file(path, shard))
+            self._digest.set_result(write_file(self._path, tensors))
         except BaseException as error:  # noqa: BLE001 (raised by whoever waits)
-            digest.set_exception(error)
-
-    threading.Thread(target=write, name="shard", daemon=True).start()
-    return digest
-
-
-def _written(writing: tuple[Path, Future[FileDigest], list[str]]) -> tuple[Path, FileDigest, list[str]]:
-    part, digest, names = writing
-    return part, digest.result(), names
+            self._digest.set_exception(error)
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
