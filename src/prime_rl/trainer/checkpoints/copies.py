@@ -7,7 +7,9 @@ Weights and optimizer state change in the update alone, so the copies have a who
 A GPU copies on a stream of its own, for which its other one waits before the update; nobody else waits for it.
 """
 
+import mmap
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,14 +29,16 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
+        self._locked: list[int] = []
+        self._is_refused = False
 
     def like(self, key: tuple[str, ...], tensor: Tensor) -> Tensor:
         """The buffer of that name, of the shape and slicing of `tensor`."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or local(buffer).shape != local(tensor).shape:
+        if buffer is None:
             buffer = self._buffers[key] = torch.empty_like(tensor, device="cpu")
-            if local(tensor).is_cuda:
-                _lock_pages(local(buffer))
+            if local(tensor).is_cuda and local(buffer).nbytes:
+                self._lock(buffer, local(tensor).device)
         return buffer
 
     def stream(self, device: torch.device) -> Any:
@@ -44,6 +48,37 @@ class HostBuffers:
     def prepare(self, state: State) -> None:
         """Have all the memory now, rather than in the middle of training."""
         _mapped(state, self.like)
+
+    def close(self) -> None:
+        """Nobody copies any more. What were locked pages may come back to this process as other memory."""
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._locked.clear()
+        self._buffers.clear()
+
+    def _lock(self, buffer: Tensor, device: torch.device) -> None:
+        """Move it to pages of its own, for two pieces of memory on one page cannot both be locked, and lock them.
+
+        torch's own page-locked memory comes in powers of two, up to twice of what is needed.
+        """
+        with torch.no_grad():  # `local` is the slice itself then
+            piece = local(buffer)
+            pages = torch.frombuffer(mmap.mmap(-1, piece.nbytes), dtype=piece.dtype)
+            piece.set_(pages.untyped_storage(), 0, piece.shape, piece.stride())
+        if self._is_refused:
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+        if code == 0:
+            self._locked.append(piece.data_ptr())
+            return
+        self._is_refused = True
+        with suppress(RuntimeError):  # CUDA tells the next kernel of this thread of the refusal, and only that one
+            torch.ones(1, device=device)
+        _logger.warning(
+            "No page-locked memory is to be had for checkpoints (CUDA error %d): copying takes longer, and the step "
+            "that saves with it; see `ulimit -l` and the memory that is free",
+            code,
+        )
 
 
 class Copy:
@@ -119,16 +154,3 @@ def _event(device: torch.device, stream: Any = None) -> Any:
     event = torch.cuda.Event(blocking=True)
     event.record(stream or torch.cuda.current_stream(device))
     return event
-
-
-def _lock_pages(buffer: Tensor) -> None:
-    """torch's own page-locked memory comes in powers of two, up to twice of what is needed."""
-    if not buffer.nbytes:
-        return
-    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    if int(code) != 0:
-        _logger.warning(
-            "No page-locked memory is to be had for checkpoints (CUDA error %d): copying takes longer, and the step "
-            "that saves with it; see `ulimit -l` and the memory that is free",
-            int(code),
-        )

@@ -124,6 +124,8 @@ class CheckpointWriter:
             _logger.error("%s", error)
         finally:
             lifeline.unfinished.remove(self._is_writing)
+            if not self.is_busy:
+                self._buffers.close()
 
     def _is_writing(self) -> bool:
         return self.is_busy
