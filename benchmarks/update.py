@@ -92,12 +92,8 @@ def publish_on_demand(spec: dict[str, Any]) -> None:
     from prime_rl.models.hf import hf_tensors, load_decoder  # noqa: PLC0415
     from prime_rl.trainer.publish.background import BackgroundWriter  # noqa: PLC0415
     from prime_rl.trainer.publish.gathering import StoredTensors  # noqa: PLC0415
-    from prime_rl.trainer.publish.publishers import (  # noqa: PLC0415
-        BroadcastPublisher,
-        Publisher,
-        Retention,
-        WeightPublisher,
-    )
+    from prime_rl.trainer.publish.publishers import BroadcastPublisher, Publisher, WeightPublisher  # noqa: PLC0415
+    from prime_rl.trainer.publish.retention import Retention  # noqa: PLC0415
     from prime_rl.trainer.ranks import ALONE  # noqa: PLC0415
     from prime_rl.transport.nccl import NcclSender  # noqa: PLC0415
 

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.journal import Journal
+from prime_rl.paths import RunPaths
 from prime_rl.trainer.model.build import build_model
 from prime_rl.trainer.publish.build import build_publisher
+from prime_rl.trainer.publish.retention import Retention
 from prime_rl.trainer.ranks import joined
 
 TIMEOUT_S = 240
@@ -36,8 +39,16 @@ def main(spec: dict[str, Any]) -> None:
     model_dir = Path(spec["model_dir"])
     with joined(lambda: torch.device(spec["device"]), timeout=TIMEOUT_S) as ranks, ExitStack() as stack:
         model = build_model(config.model, model_dir, ranks, seed=0)
+        paths = RunPaths(config.output_dir)
         publisher = build_publisher(
-            config, model=model, ranks=ranks, assets=model_dir, tokenizer=model_dir, keep_last=2, stack=stack
+            config,
+            model=model,
+            ranks=ranks,
+            assets=model_dir,
+            tokenizer=model_dir,
+            retention=Retention(root=paths.weights, max_steps=spec["max_steps"], interval=None, keep_last=2),
+            journal=Journal(paths.journal, "trainer"),
+            stack=stack,
         )
         for _ in range(spec["max_steps"]):
             (step,) = ranks.gathered(int(sys.stdin.readline()) if ranks.is_leader else 0)[:1]
