@@ -38,6 +38,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 What vLLM does otherwise for reasons of its own, and the suite therefore does not ask of anybody:
 
 - it refuses n > 1 with temperature 0; the embedded server answers the same n times;
+- it takes temperatures between 0 and 0.01 for 0.01;
 - of `top_logprobs` = k in chat it tells the sampled token and the k - 1 most likely, OpenAI and the embedded server k;
 - it reads "0.5" as 0.5 and true as 1 (pydantic's lax mode), which the embedded server refuses;
 - it ignores `stream_options` without a stream on /inference/v1/generate;
