@@ -66,10 +66,10 @@ def refused(error: OSError, path: Path | str) -> DiskError:
     return DiskError(f"cannot write {path}: {refusal(error, path)}{again}")
 
 
-def refusal_behind(errors: Iterable[BaseException], path: Path) -> OSError | None:
+def refusal_behind(errors: Iterable[BaseException], path: Path | None) -> OSError | None:
     """The refusal of the machine that errors of a library come from, which writes `path`; None: they have other causes.
 
-    Where the library has lost it, a disk without room tells.
+    Where the library has lost it, a disk without room tells. `path` None: it writes nothing.
     """
     known: dict[int, BaseException] = {}
     waiting = list(errors)
@@ -80,7 +80,8 @@ def refusal_behind(errors: Iterable[BaseException], path: Path) -> OSError | Non
         if id(error) not in known:
             known[id(error)] = error
             waiting += [one for one in (error.__cause__, error.__context__) if one is not None]
-    if shutil.disk_usage(_nearest(path)).free < MIB:
+            waiting += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    if path is not None and shutil.disk_usage(_nearest(path)).free < MIB:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
 
@@ -133,6 +134,13 @@ def allow_handles() -> str | None:
         f"a process may have {max_handles()} files and connections open here (ulimit -Hn), and each rollout under way "
         "takes one: where rollouts fail for want of a connection, allow more, or lower max_concurrent"
     )
+
+
+def no_handles(error: BaseException) -> str | None:
+    """That files or connections ran out, in words, where that is behind an error of a library."""
+    behind = refusal_behind([error], None)
+    is_it = behind is not None and behind.errno in (errno.EMFILE, errno.ENFILE)
+    return refusal(behind, Path()) if behind is not None and is_it else None
 
 
 class LooseFile:

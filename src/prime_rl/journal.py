@@ -13,6 +13,7 @@ Several processes append to one file. A line reaches it in one write; a process 
 or whose disk was full, leaves a torn line, which the next writer closes with `TORN`, so that no other line is harmed.
 """
 
+import errno
 import os
 import time
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from prime_rl.disk import refusal
 from prime_rl.errors import DataError
 from prime_rl.logs import get_logger
 
@@ -52,18 +54,26 @@ class Journal:
     def __init__(self, path: Path, process: str) -> None:
         self._path = path
         self._process = process
+        self._num_missing = 0
+        """Events in a row that could not be noted."""
 
     def note(self, event: str, *, step: int | None = None, **facts: Fact) -> None:
         """Write down that `event` has happened, on disk when this returns.
 
-        Where it cannot be written (a full disk), that is a warning: a run that can go on does so.
+        Where it cannot be written (a full disk), that is a warning, the first time: a run that can go on does so.
         """
         entry = {"time": round(time.time(), 3), "process": self._process, "event": event}
         line = msgspec.json.encode(entry | ({} if step is None else {"step": step}) | facts) + b"\n"
         try:
             self._append(line)
         except OSError as error:
-            _logger.warning("%s: %s cannot be noted: %s", self._path, event, error.strerror or error)
+            self._num_missing += 1
+            if self._num_missing == 1:
+                _logger.warning("%s: %s cannot be noted: %s", self._path, event, refusal(error, self._path))
+            return
+        if self._num_missing:
+            _logger.warning("%s: events are noted again; %d are missing", self._path, self._num_missing)
+            self._num_missing = 0
 
     def _append(self, line: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +83,7 @@ class Journal:
             if size and os.pread(file, 1, size - 1) != b"\n":
                 line = TORN + b"\n" + line
             if os.write(file, line) < len(line):
-                raise OSError("the disk is full")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file)
         finally:
             os.close(file)

@@ -11,7 +11,16 @@ import pytest
 from tests.doubles.disks import small_disk
 
 from prime_rl import disk
-from prime_rl.disk import LooseFile, allow_handles, check_writable, is_refusal, refusal, refused
+from prime_rl.disk import (
+    LooseFile,
+    allow_handles,
+    check_writable,
+    is_refusal,
+    max_handles,
+    no_handles,
+    refusal,
+    refused,
+)
 from prime_rl.errors import ConfigError
 
 
@@ -64,6 +73,21 @@ def test_a_full_disk_is_refused_in_words(tmp_path):
         mounted.fill()
         with pytest.raises(ConfigError, match=r"cannot be written: the disk is full \(0\.0 of 1\.0 MiB are free\)"):
             check_writable(mounted.root)
+
+
+def test_that_files_ran_out_is_found_behind_the_errors_of_a_library():
+    def raised_from(cause: BaseException) -> BaseException:
+        try:
+            raise ConnectionError("All connection attempts failed") from cause
+        except ConnectionError as error:
+            return error
+
+    ran_out = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    words = f"this process has as many files and connections open as it may, {max_handles()}: allow more"
+    for cause in (ran_out, ExceptionGroup("several", [OSError("refused"), ran_out]), raised_from(ran_out)):
+        assert (no_handles(raised_from(cause)) or "").startswith(words)
+    for cause in (OSError(errno.ECONNREFUSED, "refused"), OSError(errno.EACCES, "no right"), ValueError()):
+        assert no_handles(raised_from(cause)) is None
 
 
 def test_a_process_may_have_as_many_files_open_as_the_machine_allows_unasked(monkeypatch):

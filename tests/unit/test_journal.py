@@ -67,10 +67,23 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
         assert [entry.step for entry in entries if entry.process == name] == list(range(200))
 
 
-def test_where_nothing_can_be_written_a_run_goes_on_with_a_warning(tmp_path, caplog):
+def test_where_nothing_can_be_written_a_run_goes_on_with_one_warning_and_one_when_it_can_again(tmp_path, caplog):
     (tmp_path / "file").touch()
-    Journal(tmp_path / "file" / "journal.jsonl", "trainer").note("batch_consumed", step=0)
-    assert "batch_consumed cannot be noted" in caplog.text
+    journal = Journal(tmp_path / "file" / "journal.jsonl", "trainer")
+    for step in range(3):
+        journal.note("batch_consumed", step=step)
+    assert caplog.text.count("cannot be noted") == 1
+    assert "batch_consumed cannot be noted: " in caplog.text
+    (tmp_path / "file").unlink()
+    for step in (3, 4):
+        journal.note("batch_consumed", step=step)
+    assert caplog.text.count("events are noted again; 3 are missing") == 1
+    assert [entry.step for entry in read_journal(tmp_path / "file" / "journal.jsonl")] == [3, 4]
+    (tmp_path / "file" / "journal.jsonl").unlink()
+    (tmp_path / "file").rmdir()
+    (tmp_path / "file").touch()
+    journal.note("batch_consumed", step=5)
+    assert caplog.text.count("cannot be noted") == 2
 
 
 def test_on_a_full_disk_a_run_goes_on_and_the_next_line_is_whole(tmp_path, caplog):

@@ -23,7 +23,8 @@ from typing import Final, Literal
 import msgspec
 import xxhash
 
-from prime_rl.disk import refused
+from prime_rl import activity
+from prime_rl.disk import refusal, refused
 from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.paths import drafts
@@ -75,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileEntry]
     weights: PublishedWeights | None = None
     """Only of directories of weights."""
+    durable: bool = True
+    """Whether all of it was forced to disk."""
 
 
 @dataclass(slots=True)
@@ -161,7 +164,9 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         what = "has no marker, so it was not written completely" if directory.is_dir() else "does not exist"
         raise ArtifactError(f"{directory} {what} (expected {marker})") from None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ArtifactError(f"cannot read {marker}: {refusal(error, marker)}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{marker} is damaged: {error}") from error
     if manifest.format != _FORMAT:
         raise ArtifactError(f"{marker} has format {manifest.format}; this version reads format {_FORMAT}")
@@ -193,7 +198,7 @@ def read_verified(directory: Path, name: str) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error}") from error
+        raise ArtifactError(f"cannot read {path}: {refusal(error, path)}") from error
     check_file(path, expected=entry, found=FileEntry(bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content)))
     return content
 
@@ -227,7 +232,7 @@ def _seal(draft: Draft, step: int, *, durable: bool) -> None:
         name = path.relative_to(directory).as_posix()
         files[name] = draft.measured.get(name) or _measure(path)
     marker = directory / MARKER
-    manifest = Manifest(format=_FORMAT, step=step, files=files, weights=draft.weights)
+    manifest = Manifest(format=_FORMAT, step=step, files=files, weights=draft.weights, durable=durable)
     marker.write_bytes(msgspec.json.encode(manifest))
     if durable:
         for path in [marker, *(path for path in directory.rglob("*") if path.is_dir()), directory]:
@@ -248,10 +253,11 @@ def _measure(path: Path) -> FileEntry:
     try:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
+                activity.beat()
                 hasher.update(chunk)
                 size += len(chunk)
     except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error}") from error
+        raise ArtifactError(f"cannot read {path}: {refusal(error, path)}") from error
     return FileEntry(bytes=size, xxh3=hasher.hexdigest())
 
 
