@@ -8,7 +8,9 @@
     |   +-- DiskError             the disk does not take what the run cannot do without
     +-- EnvironmentSetupError     an environment cannot be found or loaded
     +-- InferenceError            the inference server cannot be reached or refuses
+    |   +-- NoServer              and nobody starts it again
     +-- ProcessFailed             a process of the run ended when it should not have
+    +-- MemoryFull                the memory of a GPU does not suffice
     +-- Hopeless                  what was generated is not worth training on, and would not be again
     +-- NotFinite                 loss, gradient or weights hold NaN or infinity
     +-- DeadlineExceeded          a wait took longer than allowed                    (also a TimeoutError)
@@ -20,7 +22,7 @@ our own invariants only. To add an error: inherit the category and the standard 
 name what, where and the fix.
 """
 
-from typing import ClassVar, Final
+from typing import Final
 
 FINAL: Final = 3
 """Exit code of a process that `rl` started and that ended with an error which is final."""
@@ -29,7 +31,7 @@ FINAL: Final = 3
 class PrimeRLError(Exception):
     """Base of everything shown to the user as a message instead of a traceback."""
 
-    is_final: ClassVar[bool] = False
+    is_final: bool = False
     """Whether the process would end in the same way if it was started again, so that nobody need try."""
 
 
@@ -71,8 +73,23 @@ class InferenceError(PrimeRLError):
     """The inference server cannot be reached, or refuses what the run needs."""
 
 
+class NoServer(InferenceError):
+    """A server that `rl` did not start is not there, or is another one: starting its clients again brings it nearer to
+    nobody, and costs their patience each time."""
+
+    is_final = True
+
+
 class ProcessFailed(PrimeRLError):
     """A process of the run ended when it should not have."""
+
+
+class MemoryFull(PrimeRLError):
+    """The memory of a GPU does not suffice; who raises it knows whether it would after a restart."""
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class Hopeless(PrimeRLError):

@@ -32,6 +32,7 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.paths import check_run_dir, claim_run_dir
 from prime_rl.trainer import bench
+from prime_rl.trainer.memory import full_memory_in_words
 
 Config = TypeVar("Config", bound=TrainerConfig | SFTConfig)
 
@@ -56,7 +57,7 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
         is_debug = config.log.level == "debug"
-        with _ended_in_order(), _one_rank_tells(name, is_debug=is_debug), _full_memory_in_words():
+        with _ended_in_order(), _one_rank_tells(name, is_debug=is_debug), full_memory_in_words(is_final=True):
             run(config)
             if config.bench is not None and is_first_rank():
                 print(f"\n{bench.report(name, config)}", flush=True)
@@ -160,22 +161,6 @@ def _one_rank_tells(name: str, *, is_debug: bool) -> Iterator[None]:
         print(f"{name}{rank}: {reason}", file=sys.stderr, flush=True)
         tell_torchrun(reason)
         os._exit(exit_code(error))
-
-
-@contextmanager
-def _full_memory_in_words() -> Iterator[None]:
-    """Raises: PrimeRLError where torch found no more memory on the GPU."""
-    try:
-        yield
-    except Exception as error:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise PrimeRLError(
-            "the GPU's memory is full. What takes less: a lower model.seq_len; [model.ac], which computes activations "
-            "again; model.optimization_dtype = bfloat16; model.optim_cpu_offload; more GPUs. What the steps before "
-            f"took is perf/peak_memory_gib in the metrics file. torch said: {error}"
-        ) from error
 
 
 def _lost_others(error: Exception) -> str | None:

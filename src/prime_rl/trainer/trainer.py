@@ -36,6 +36,7 @@ from prime_rl.trainer import diagnosis
 from prime_rl.trainer.agreement import check_same_batch
 from prime_rl.trainer.checkpoints.keeper import KEEPS_NOTHING, Keeper
 from prime_rl.trainer.garbage import controlled_garbage
+from prime_rl.trainer.memory import full_memory_in_words
 from prime_rl.trainer.metrics import MetricSums
 from prime_rl.trainer.model.build import TrainedModel
 from prime_rl.trainer.optim.optimizer import Optimizer
@@ -126,7 +127,7 @@ class Trainer:
         first, max_steps = self._options.first_step, self._options.max_steps
         with controlled_garbage() as after_step:
             for step in itertools.count(first) if max_steps is None else range(first, max_steps):
-                with self._options.profile.step(step):
+                with self._options.profile.step(step), full_memory_in_words(is_final=step == first):
                     self._step(step)
                 after_step(step)
         self._publisher.finish()

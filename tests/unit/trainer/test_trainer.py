@@ -13,7 +13,7 @@ from prime_rl.config.optim import AdamWConfig
 from prime_rl.config.trainer import LossConfig
 from prime_rl.data.balance import CostModel
 from prime_rl.data.samples import TrainingBatch
-from prime_rl.errors import DataError, PrimeRLError
+from prime_rl.errors import DataError, MemoryFull, PrimeRLError
 from prime_rl.monitors.base import FakeMonitor
 from prime_rl.trainer.checkpoints.keeper import KeepsNothing
 from prime_rl.trainer.model.precision import ComputeModel
@@ -105,6 +105,24 @@ def masked(batch: TrainingBatch) -> TrainingBatch:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("full_at", "is_final"), [(0, True), (1, False)])
+def test_full_memory_is_final_in_the_first_step_of_a_process_and_later_a_restart_may_help(
+    decoder, make_batch, full_at, is_final
+):
+    own = build_loss(LossConfig())
+
+    def loss(streams):
+        if len(publisher.published) == full_at:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+        return own(streams)
+
+    built, publisher, _ = trainer(decoder, make_batch(0), make_batch(1, seed=1), loss=loss)
+    with pytest.raises(MemoryFull, match=r"model\.ac.*Tried to allocate 20\.00 GiB") as raised:
+        built.run()
+    assert raised.value.is_final is is_final
+    assert [step for step, _ in publisher.published] == list(range(1, full_at + 1))
 
 
 def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_batch):
