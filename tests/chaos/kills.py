@@ -8,7 +8,6 @@ the next such phase. A launcher that was killed is followed by the same command 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -144,10 +143,13 @@ class KilledRun:
 
     def entries(self) -> list[Entry]:
         """The journal so far."""
-        with contextlib.suppress(FileNotFoundError):  # a launcher that begins anew removes what one before it has said
-            if (size := self.paths.journal.stat().st_size) != self._size:
-                self._size = size
-                self._entries = read_journal(self.paths.journal)
+        try:
+            size = self.paths.journal.stat().st_size
+        except FileNotFoundError:  # nobody has begun yet, or a launcher that begins anew has removed it
+            size = 0
+        if size != self._size:
+            self._size = size
+            self._entries = read_journal(self.paths.journal)
         return self._entries
 
     def kill_now(self, victim: Victim, phase: Phase) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.journal import Journal, read_journal
 from prime_rl.paths import RunPaths
 
@@ -52,7 +52,7 @@ def main(directory: Path, steps: int, *, child: str) -> None:
 def start(child: str, launcher: Journal) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", child, "prime_rl.cli", "trainer"],
-        env=os.environ | {lifeline.VARIABLE: lifeline.launcher_token()},
+        env=os.environ | {lifeline.VARIABLE: lifeline.launcher_token(), activity.NAME: "trainer"},
         start_new_session=True,
     )
     launcher.note("process_started", name="trainer", pid=process.pid)

@@ -92,7 +92,7 @@ def scripted(directory: Path, kills: Sequence[Kill], *flags: str, steps: int = 3
 
 def test_the_victim_is_killed_in_its_phase_and_the_run_goes_on(tmp_path: Path):
     kills = [TRAINING, Kill(Victim.TRAINER, Phase.TRAINING)]
-    ended, entries = scripted(tmp_path, kills)
+    ended, entries = scripted(tmp_path, kills, steps=100)
     counted = [shot for shot in ended.shots if shot.counts]
     assert [shot.kill for shot in counted] == kills
     pids = [entry.facts["pid"] for entry in entries if entry.event == "process_started"]
@@ -143,6 +143,7 @@ def test_a_journal_that_a_new_beginning_removes_is_no_end(tmp_path: Path):
         is_over.set()
         thread.join()
     assert seen <= {0, 1}
+    assert run.entries() == []
 
 
 def test_nothing_is_killed_in_a_phase_that_was_never_seen_open(tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Final
 
 import psutil
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from tests.chaos.phases import Phase, Victim
 
 WORKER: Final = "prime_rl.environments.worker"
@@ -62,13 +62,23 @@ def left_over(launchers: Collection[int]) -> list[psutil.Process]:
     return found
 
 
+def named(launcher: psutil.Process, name: str) -> psutil.Process | None:
+    """The process that the launcher's plan calls so (`inference-1`, `teacher`); of several ranks, their agent."""
+    with contextlib.suppress(psutil.Error):
+        return next((child for child in launcher.children() if _name_in_plan(child) == name), None)
+    return None
+
+
 def _child(launcher: psutil.Process, name: str) -> psutil.Process | None:
-    """The process that the launcher started for the command `name`; of several ranks, their agent."""
+    """As `named`; of several servers any one."""
     for child in launcher.children():
-        words = child.cmdline()
-        if COMMAND in words and words[words.index(COMMAND) + 1] == name:
+        if _name_in_plan(child).partition("-")[0] == name:
             return child
     return None
+
+
+def _name_in_plan(process: psutil.Process) -> str:
+    return process.environ().get(activity.NAME, "")
 
 
 def _workers(orchestrator: psutil.Process, *, of_evaluation: bool) -> Iterator[psutil.Process]:
