@@ -117,6 +117,9 @@ async def load(spec: EnvironmentSpec) -> Scripted:
     if os.path.exists(kill := spec.args.get("kill_once", "/nowhere")):  # noqa: ASYNC240 - before anything runs
         os.unlink(kill)
         os.kill(os.getpid(), signal.SIGKILL)
+    if os.path.exists(slow := spec.args.get("slow_once", "/nowhere")):  # noqa: ASYNC240 - before anything runs
+        os.unlink(slow)
+        time.sleep(600)  # noqa: ASYNC251 - as a download does
     if "kill" in spec.args:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(spec.args.get("load_s", 0.0))  # noqa: ASYNC251 - as building a data set does

@@ -188,6 +188,10 @@ class EvalConfig(_BaseEvalConfig, ProcessConfig):
     max_concurrent: int | None = Field(default=64, ge=1)
     """Most rollouts in flight. None: all at once; those that wait in the server run into `rollout_timeout`."""
 
+    env_setup_timeout: float = Field(default=300.0, gt=0)
+    """Seconds a worker may take to load an environment, downloads included, before it is ended and begins again; the
+    third time in a row, the run ends."""
+
     rollout_timeout: float = Field(default=600.0, gt=0)
     """Seconds a rollout may take, scoring included, before it counts as failed."""
 

@@ -194,6 +194,10 @@ class OrchestratorConfig(ProcessConfig):
     reload_weights_on_start: bool = True
     """Whether a server that serves other weights than this run starts from is given these first."""
 
+    env_setup_timeout: float = Field(default=300.0, gt=0)
+    """Seconds a worker may take to load an environment, downloads included, before it is ended and begins again; the
+    third time in a row, the run ends."""
+
     rollout_timeout: float = Field(default=600.0, gt=0)
     """Seconds a rollout may take, scoring included, before it counts as failed."""
 

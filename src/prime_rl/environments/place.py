@@ -51,15 +51,16 @@ T = TypeVar("T", RolloutRequest, Rollout)
 MAX_PAUSE_S: Final = 30.0
 """Longest pause before an environment that could not be loaded again is tried again."""
 FIRST_LOADS: Final = 3
-"""Times that an environment is loaded at first while something kills the process that loads it."""
+"""Times that an environment is loaded at first while something kills the process that loads it, or it takes too long:
+of a slow download something stays each time; what hangs will hang again."""
 SILENCE_S: Final = 2.0
 """A process of which nothing is heard for longer stands still; it tells its state every second."""
 
 _logger = get_logger(__name__)
 
 
-class _KilledWhileLoading(EnvironmentSetupError):
-    """A signal ended the process, which says nothing of the environment."""
+class _Undecided(EnvironmentSetupError):
+    """The process was killed while it loaded, or was too slow, which may say nothing of the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,7 @@ class Place:
                 reason = await self._serve_one()
             except EnvironmentSetupError as error:
                 self._failed_loads += 1
-                may_be_chance = isinstance(error, _KilledWhileLoading) and self._failed_loads < FIRST_LOADS
+                may_be_chance = isinstance(error, _Undecided) and self._failed_loads < FIRST_LOADS
                 if self._is_first and self.ready is None and not may_be_chance:
                     raise
                 reason = f"did not come up ({error})"
@@ -305,15 +306,15 @@ class Place:
                 async with acting_timeout(setup_s):  # `wait_for` of Python 3.11 may swallow a cancellation
                     answer = await process.frames.read()
         except TimeoutError:
-            raise EnvironmentSetupError(
+            raise _Undecided(
                 f"environment {self._spec.label!r} was not loaded within {self._limits.setup_s:g} s; "
-                f"{self._where_to_look}"
+                f"{self._where_to_look}, or raise env_setup_timeout"
             ) from None
         if isinstance(answer, WorkerRefused):
             raise EnvironmentSetupError(answer.message)
         if not isinstance(answer, WorkerReady):
             code = await process.end(self._limits.close_s)
-            kind = _KilledWhileLoading if code is not None and code < 0 else EnvironmentSetupError
+            kind = _Undecided if code is not None and code < 0 else EnvironmentSetupError
             ending = self._ending(code)
             raise kind(f"environment {self._spec.label!r}: its worker {ending} while it loaded; {self._where_to_look}")
         self.ready = answer

@@ -24,7 +24,7 @@ from prime_rl.aio import Supervisor, together
 from prime_rl.config.evals import EvalConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.environments.client import InferenceClient, open_clients
-from prime_rl.environments.pool import EnvPool, environment_spec, open_pools
+from prime_rl.environments.pool import EnvPool, PoolLimits, environment_spec, open_pools
 from prime_rl.environments.rollouts import FailureKind, RolloutRequest, sampling_args
 from prime_rl.errors import ArtifactError, ConfigError, InferenceError, PrimeRLError
 from prime_rl.evals.report import EvalReport, Outcome, failures_text, log_line, make_report, report_table
@@ -58,7 +58,8 @@ async def evaluate(config: EvalConfig) -> list[EvalReport]:
     log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(open_clients(config.client))
-        opening = open_pools(specs, num_workers=1, log_dir=log_dir)
+        limits = PoolLimits(setup_s=config.env_setup_timeout)
+        opening = open_pools(specs, num_workers=1, log_dir=log_dir, limits=limits)
         connecting = (_connect(client, config, config.client) for client in clients)
         pools, *_ = await together(stack.enter_async_context(opening), *connecting)
         monitor = JsonlMonitor(paths.metrics("eval"))

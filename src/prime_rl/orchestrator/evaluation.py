@@ -114,7 +114,7 @@ async def open_evaluation(
         for env in (config.eval.env if config.eval is not None else ())
     ]
     log_dir = paths.eval_worker_logs if config.log.env_worker_logs else None
-    limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
+    limits = PoolLimits(setup_s=config.env_setup_timeout, max_restarts=config.max_env_worker_restarts)
     async with open_pools(
         seeded(specs, config.seed) if config.deterministic else specs,
         num_workers=config.workers_per_env,

@@ -105,7 +105,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         policy = build_policy(config, clients, paths, events)
         stack.callback(policy.close)
         log_dir = paths.logs / "envs" if config.log.env_worker_logs else None
-        limits = PoolLimits(max_restarts=config.max_env_worker_restarts)
+        limits = PoolLimits(setup_s=config.env_setup_timeout, max_restarts=config.max_env_worker_restarts)
         opening = open_pools(_specs(config, start), num_workers=config.workers_per_env, log_dir=log_dir, limits=limits)
         serving = _serve_first_weights(config, start, policy)
         pools, _ = await together(stack.enter_async_context(opening), serving)

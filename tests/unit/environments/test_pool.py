@@ -336,6 +336,23 @@ async def test_an_environment_that_never_loads_because_its_worker_is_killed_is_g
     assert caplog.text.count("starting another") == 2
 
 
+async def test_an_environment_that_is_slow_to_load_is_loaded_again(tmp_path):
+    (tmp_path / "slow").touch()
+    async with pool_over(spec_of("ok", slow_once=str(tmp_path / "slow")), tmp_path, setup_s=6.0) as pool:
+        assert (await pool.run(request_of(0))).failure is None
+    assert not (tmp_path / "slow").exists()
+
+
+async def test_an_environment_that_is_always_too_slow_to_load_ends_the_run_for_good(tmp_path, caplog):
+    words = r"^environment 'scripted' was not loaded within 0\.3 s; see .*scripted-0\.log, or raise env_setup_timeout$"
+    with pytest.raises(EnvironmentSetupError, match=words) as raised:
+        async with pool_over(spec_of("ok", load_s=600.0), tmp_path, setup_s=0.3):
+            raise AssertionError("the pool was handed out")
+    assert raised.value.is_final
+    assert caplog.text.count("starting another") == 2
+    assert children() == []
+
+
 async def test_lost_servers_are_told_to_every_worker_and_to_those_that_come_after(tmp_path):
     def told(number):
         return (tmp_path / f"scripted-{number}.log").read_text()
