@@ -136,17 +136,20 @@ def test_the_launchers_name_and_the_rank_make_the_name_of_the_report(tmp_path):
         assert until_report(tmp_path / "named", lambda one: True, name="inference-3-1")
 
 
-def test_a_supervised_process_waits_twice_as_long_for_others_and_not_for_a_disk(monkeypatch):
+def test_a_process_waits_twice_as_long_for_whom_the_launcher_starts_again_and_for_nobody_else(monkeypatch):
+    owners = ["trainer", "inference", "inference-1", "teacher", activity.DISK]
+
     def patience():
-        waits = [activity.waiting(owner, "x", deadline_s=5.0) for owner in ("trainer", activity.DISK)]
+        waits = [activity.waiting(owner, "x", deadline_s=5.0) for owner in owners]
         return [wait.patience_s for wait in waits]
 
     monkeypatch.delenv(activity.SUPERVISED, raising=False)
-    assert patience() == [5.0, 5.0]
-    assert activity.patience_s(3.0) == 3.0
-    monkeypatch.setenv(activity.SUPERVISED, "1")
-    assert patience() == [10.0, 5.0]
-    assert activity.patience_s(3.0) == 6.0
+    assert patience() == [5.0] * 5
+    assert activity.patience_s(3.0, "trainer") == 3.0
+    monkeypatch.setenv(activity.SUPERVISED, "inference-0,inference-1,orchestrator,trainer")
+    assert patience() == [10.0, 10.0, 10.0, 5.0, 5.0]
+    assert activity.patience_s(3.0, "trainer") == 6.0
+    assert [activity.is_supervised(owner) for owner in owners] == [True, True, True, False, False]
     assert activity.waiting("trainer", "x", deadline_s=None).is_overdue is False
 
 

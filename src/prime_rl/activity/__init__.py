@@ -39,7 +39,7 @@ Text = str | Callable[[], str]
 NAME: Final = "PRIME_RL_PROCESS"
 """Environment variable: the launcher's name for a process that it starts, such as `inference-1`."""
 SUPERVISED: Final = "PRIME_RL_SUPERVISED"
-"""Environment variable, set where a launcher starts again whoever is not done by a deadline."""
+"""Environment variable: the names of the processes that a launcher starts again where they are past a deadline."""
 
 DISK: Final = "disk"
 """The owner of a wait for something that is no process, and that nobody starts again."""
@@ -156,9 +156,7 @@ class Waiting(Task):
     @property
     def patience_s(self) -> float:
         """Seconds after which this process gives up. Infinite without a deadline."""
-        if self._deadline_s is None:
-            return float("inf")
-        return self._deadline_s if self._owner == DISK else patience_s(self._deadline_s)
+        return float("inf") if self._deadline_s is None else patience_s(self._deadline_s, self._owner)
 
     @property
     def is_overdue(self) -> bool:
@@ -273,6 +271,7 @@ class _Reporter:
             age_s=clock() - self._began_at,
             doing=tuple(task.shown() for task in tasks if not isinstance(task, Waiting)),
             waits=tuple(sorted(waits, key=lambda wait: -wait.waited_s)),
+            got_on_s=clock() - self.got_on_at if self.got_on_at else None,
             loop_s=None if self._looped_at is None else clock() - self._looped_at,
             children=dict(self._children),
             ended=self._is_over,
@@ -310,19 +309,21 @@ def waiting(owner: str, reason: Text, *, deadline_s: float | None) -> Waiting:
     return Waiting(_here, owner, reason, deadline_s)
 
 
-def is_supervised() -> bool:
-    """Whether a launcher starts again whoever died or hangs."""
-    return SUPERVISED in os.environ
+def is_supervised(owner: str) -> bool:
+    """Whether a launcher starts `owner` again where it died or hangs. Of what it did not start, it never does."""
+    names = os.environ.get(SUPERVISED, "").split(",")
+    return any(files.is_of(name, owner) for name in names)
 
 
-def patience_s(deadline_s: float) -> float:
+def patience_s(deadline_s: float, owner: str) -> float:
     """Seconds after which a process gives up a wait: twice the deadline where a launcher, at the deadline, starts again
     whom it waits for, who then has as long again."""
-    return deadline_s * (2 if is_supervised() else 1)
+    return deadline_s * (2 if is_supervised(owner) else 1)
 
 
 def beat() -> None:
-    """What this process is at got further: its deadline begins anew. Costs less than a microsecond."""
+    """What this process is at got further: its deadline begins anew, and nobody who waits for it blames it. Costs less
+    than a microsecond."""
     _here.got_on()
 
 

@@ -93,6 +93,8 @@ class HangWatch:
         """Processes that have given a sign of life since they were started: what a report says is theirs."""
         self._told: set[tuple[str, str, float]] = set()
         """Waits that were told of."""
+        self._settled: set[tuple[str, str, float]] = set()
+        """Those of them that nobody will be blamed for any more."""
         self._hung: set[str] = set()
         """Processes that were, and were not started again since."""
 
@@ -144,20 +146,29 @@ class HangWatch:
         """A wait that is overdue is the fault of whoever is at the end of such waits, unless that one has time left."""
         for name, report in reports.items():
             for wait in report.waits:
-                if not wait.is_overdue or (report.token, wait.owner, wait.since) in self._told:
+                key = report.token, wait.owner, wait.since
+                if not wait.is_overdue or key in self._settled:
                     continue
                 end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
                 launched = [one for one in running if is_of(one, end)]
                 if any(one not in reports for one in launched):
                     continue  # it is starting: that has a limit of its own
-                self._told.add((report.token, wait.owner, wait.since))
                 accused = [one for one in launched if not _has_time(reports[one], wait)]
-                for culprit in accused:
+                culprits = [one for one in accused if not self._gets_on(reports[one], wait)]
+                for culprit in culprits:
                     waited = f"{wait.waited_s:.0f} s for {wait.reason}"
                     yield Hang(culprit=culprit, reason=f"has kept {name} waiting {waited}")
-                if not accused:
+                if not culprits and key not in self._told:
                     reason = f"{name} has waited {wait.waited_s:.0f} s for {wait.reason} of {wait.owner}"
                     yield Hang(culprit=None, reason=reason)
+                self._told.add(key)
+                if culprits or not accused:  # who only gets on now is looked at again
+                    self._settled.add(key)
+
+    def _gets_on(self, accused: Report, wait: Wait) -> bool:
+        """Whether it got further lately: then it works, and the deadline is too short, or another one is slow."""
+        lately_s = min(self._hang_timeout_s, wait.deadline_s or 0.0)
+        return accused.got_on_s is not None and accused.got_on_s < lately_s
 
 
 def _has_time(accused: Report, wait: Wait) -> bool:

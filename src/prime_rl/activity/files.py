@@ -55,6 +55,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """In the order in which it began."""
     waits: tuple[Wait, ...] = ()
     """The longest first."""
+    got_on_s: float | None = None
+    """Since what it is at got further last (`activity.beat`); None where it has not said so yet."""
     loop_s: float | None = None
     """Since its event loop had a turn; None for a process without one."""
     children: dict[str, str] = {}

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from prime_rl import activity
 from prime_rl.config.shared import ClientConfig
-from prime_rl.errors import InferenceError
+from prime_rl.disk import no_handles
+from prime_rl.errors import DiskError, InferenceError, NoServer
 from prime_rl.logs import get_logger
 from prime_rl.transport.api import (
     ErrorResponse,
@@ -48,6 +49,11 @@ class Unreachable(InferenceError):
     """The server could not be asked: nobody listens, it went away before it answered, or says that it cannot (503)."""
 
 
+def of_server(owner: str) -> type[InferenceError]:
+    """What to raise where the servers called `owner` cannot be used: final, unless the launcher starts them again."""
+    return InferenceError if activity.is_supervised(owner) else NoServer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwell:
     """What a server that is not well did when it was asked for its health."""
@@ -57,6 +63,13 @@ class Unwell:
     """It took the question and did not answer in time: it hangs, or has much to do."""
     says_so: bool = False
     """It answered, and `reason` is its own."""
+    is_ours: bool = False
+    """It was not even asked: this process has no connection left for that."""
+
+
+def why(error: httpx.TransportError) -> str:
+    """Why there was no answer, in words."""
+    return no_handles(error) or f"{type(error).__name__}: {error}"
 
 
 class _ModelCard(BaseModel):
@@ -90,7 +103,8 @@ class InferenceClient:
         except (TimeoutError, httpx.TimeoutException):
             return Unwell(reason=f"no answer within {PROBE_TIMEOUT_S:g} s", is_silent=True)
         except httpx.TransportError as error:
-            return Unwell(reason=f"{type(error).__name__}: {error}")
+            is_ours = no_handles(error) is not None
+            return Unwell(reason=why(error), is_silent=is_ours, is_ours=is_ours)
         if response.status_code == httpx.codes.OK:
             try:
                 return self._parse(response, HealthResponse)
@@ -113,11 +127,12 @@ class InferenceClient:
         with activity.waiting("inference", f"{self.base_url} to serve", deadline_s=timeout) as waiting:
             while isinstance(state := await self.probe(), Unwell):
                 if state.says_so and state.reason.startswith(ENGINE_FAILED):
-                    raise InferenceError(
+                    raise of_server("inference")(
                         f"the server at {url} says: {state.reason}; look at its log, and start it again"
                     )
                 if waiting.is_overdue:
-                    raise InferenceError(self.complaint(state, waiting.patience_s))
+                    kind = DiskError if state.is_ours else of_server("inference")
+                    raise kind(self.complaint(state, waiting.patience_s))
                 if waiting.seconds >= next_notice_s:
                     since = waiting.seconds
                     _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, since)
@@ -128,6 +143,8 @@ class InferenceClient:
     def complaint(self, state: Unwell, timeout: float) -> str:
         """What to say of a server that was not well for `timeout` seconds."""
         url = self._root("/health")
+        if state.is_ours:
+            return f"the server at {url} could not be asked for {timeout:g} s: {state.reason}"
         if state.says_so:
             return f"the server at {url} is not well after {timeout:g} s: {state.reason}; look at its log"
         return (
@@ -141,7 +158,7 @@ class InferenceClient:
         response = await self._request("GET", f"{self.base_url}/models", timeout=PAUSE_TIMEOUT_S)
         models = [card.id for card in self._parse(response, _Models).data]
         if name not in models:
-            raise InferenceError(
+            raise of_server("inference")(
                 f"the server at {self.base_url} serves {', '.join(models) or 'no model'}, not {name}; "
                 "start it with the same model name"
             )
@@ -202,7 +219,7 @@ class InferenceClient:
         try:
             response = await self._http.request(method, url, **arguments)
         except httpx.TransportError as error:
-            raise Unreachable(f"{method} {url} failed: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{method} {url} failed: {why(error)}") from error
         if response.is_error:
             hint = ""
             if response.status_code == httpx.codes.UNAUTHORIZED:

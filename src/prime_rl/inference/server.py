@@ -164,6 +164,8 @@ class _Steps:
     def __call__(self) -> bool:
         stats = self._backend.stats()
         before, self._num_steps = self._num_steps, stats.steps_total
+        if stats.steps_total > max(before, 0):
+            activity.beat()
         return stats.paused or stats.num_running == 0 or stats.steps_total != before
 
 

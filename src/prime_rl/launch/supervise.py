@@ -190,7 +190,8 @@ class Supervision:
             fall_back(self._paths.broadcasts, f"{one.spec.name} died")
 
     def _started(self, spec: ProcessSpec, number: int = 0) -> Running:
-        env = {} if self._restarts is None else {activity.SUPERVISED: "1"}
+        names = ",".join(one.name for one in self._specs)
+        env = {} if self._restarts is None else {activity.SUPERVISED: names}
         running = processes.start(spec, self._paths.output_dir, number=number, env=env)
         pid = running.process.pid
         activity.child_started(spec.name, pid)

@@ -31,7 +31,7 @@ from prime_rl.config.algorithms import DistillationConfig
 from prime_rl.config.orchestrator import OrchestratorConfig, TeacherConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.data.samples import TrainingSample
-from prime_rl.environments.client import open_http
+from prime_rl.environments.client import of_server, open_http, why
 from prime_rl.errors import ConfigError, InferenceError
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.scoring import ScoredRollout
@@ -193,10 +193,10 @@ class Teacher:
                 if isinstance(answer, bytes):
                     return await asyncio.to_thread(_read, answer, token_ids, address)
                 now = activity.clock()
-                patience_s = activity.patience_s(self._outage_timeout_s)
+                patience_s = activity.patience_s(self._outage_timeout_s, "teacher")
                 give_up_at = now + patience_s if give_up_at is None else give_up_at
                 if now >= give_up_at:
-                    raise InferenceError(
+                    raise of_server("teacher")(
                         f"the teacher at {address} could not be asked for {patience_s:g} s: {answer}; look "
                         "at its log, or raise outage_timeout"
                     )
@@ -228,7 +228,7 @@ class Teacher:
         with activity.waiting("teacher", f"{address} to serve", deadline_s=client.ready_timeout) as waiting:
             while not isinstance(answer := await self._ask("GET", url, timeout=PROBE_TIMEOUT_S), bytes):
                 if waiting.is_overdue:
-                    raise InferenceError(
+                    raise of_server("teacher")(
                         f"no teacher answered at {url} within {waiting.patience_s:g} s ({answer}); look at its log, or "
                         "correct teacher_model.client.base_url"
                     )
@@ -242,7 +242,7 @@ class Teacher:
             raise InferenceError(f"{url} answered something else than a list of models: {error}") from error
         name = self._config.model.name
         if name not in models and not client.skip_model_check:
-            raise InferenceError(
+            raise of_server("teacher")(
                 f"the teacher at {address} serves {', '.join(models) or 'no model'}, not {name}; set "
                 "teacher_model.model.name to what it serves"
             )
@@ -252,7 +252,7 @@ class Teacher:
         try:
             response = await self._http.request(method, url, **arguments)
         except httpx.TransportError as error:
-            return f"{type(error).__name__}: {error}"
+            return why(error)
         if response.is_success:
             return response.content
         said = f"it answered {response.status_code}: {response.text[:500]}"

@@ -1,5 +1,6 @@
 """From a configuration to a running Trainer: what RL and SFT assemble alike."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,9 @@ class Inputs:
     """Whose position is part of a checkpoint."""
     recorded: Path | None = None
     """Where batches lie, beside the orchestrator's state."""
+    is_complete: Callable[[], bool] = lambda: False
+    """Rank 0's: whether a run that goes on has nothing left to train. Raises: ArtifactError where a new run would begin
+    in the directory of another."""
 
 
 def train(config: TrainerConfig | SFTConfig, inputs: Inputs) -> None:
@@ -83,7 +87,9 @@ def patience(config: TrainerConfig | SFTConfig) -> float:
     if not isinstance(config, TrainerConfig):
         return 0.0
     broadcast = config.weight_broadcast
-    return activity.patience_s(config.batch_timeout) + (3 * broadcast.timeout if broadcast.type == "nccl" else 0)
+    return activity.patience_s(config.batch_timeout, "orchestrator") + (
+        3 * broadcast.timeout if broadcast.type == "nccl" else 0
+    )
 
 
 def seed_dropout(seed: int, ranks: Ranks) -> None:
@@ -95,6 +101,9 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 
 
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
+    if ranks.told("looking at what is there", inputs.is_complete):
+        _logger.info("All %s steps are made: nothing is left to train", config.max_steps)
+        return
     # Of a record that still grows every rank may have seen another number of batches.
     inputs = replace(inputs, max_steps=ranks.gathered(inputs.max_steps)[0])
     paths, start = RunPaths(config.output_dir), choose_start(config, ranks)

@@ -152,6 +152,35 @@ def test_who_has_time_left_is_not_to_blame():
     assert [hang.culprit for hang in looks.after(1.0)] == ["orchestrator"]
 
 
+def test_a_server_that_gets_on_is_blamed_for_no_wait_for_all_of_them_and_another_that_does_not_is():
+    late = report("orchestrator", wait("inference", "rollouts", 70.0))
+    run = reports(late, report("inference-0", got_on_s=0.1), report("inference-1", got_on_s=61.0), report("trainer"))
+    looks = Looks(reports(report("orchestrator"), report("inference-0"), report("inference-1"), report("trainer")))
+    looks.run = run
+    assert looks.after(1.0) == [Hang(culprit="inference-1", reason="has kept orchestrator waiting 70 s for rollouts")]
+    assert looks.after(1.0) == []
+
+
+def test_servers_that_all_get_on_are_told_of_once_and_blamed_when_they_do_not_get_on_any_more():
+    looks = Looks(RUN)
+    late = reports(report("orchestrator", wait("inference", "rollouts", 70.0)))
+    looks.run = RUN | late | reports(report("inference", got_on_s=3.0))
+    assert looks.after(1.0) == [Hang(culprit=None, reason="orchestrator has waited 70 s for rollouts of inference")]
+    assert looks.after(1.0) == []
+    looks.run = RUN | late | reports(report("inference", got_on_s=59.9))
+    assert looks.after(1.0) == []
+    looks.run = RUN | late | reports(report("inference", got_on_s=60.0))
+    assert [hang.culprit for hang in looks.after(1.0)] == ["inference"]
+    assert looks.after(1.0) == []
+
+
+def test_how_lately_somebody_got_on_is_no_longer_ago_than_what_counts_as_a_hang():
+    looks = Looks(RUN, hang_timeout_s=30.0)
+    looks.run = RUN | reports(report("orchestrator", wait("inference", "rollouts", 70.0)))
+    looks.run |= reports(report("inference", got_on_s=31.0))
+    assert [hang.culprit for hang in looks.after(1.0)] == ["inference"]
+
+
 def test_a_wait_for_what_is_no_process_of_the_run_is_only_told():
     looks = Looks(RUN)
     looks.run = RUN | reports(report("trainer", wait("disk", "it to take step_8", 70.0)))

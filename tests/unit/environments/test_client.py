@@ -1,14 +1,19 @@
 import asyncio
+import os
+import re
+import resource
 import socket
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
 from tests.doubles.inference import running_inference
 from tests.doubles.trainer import publish_number
 
+from prime_rl import activity
 from prime_rl.config.shared import ClientConfig
 from prime_rl.environments.client import InferenceClient, Unreachable, Unwell, open_clients
-from prime_rl.errors import InferenceError
+from prime_rl.errors import DiskError, InferenceError
 from prime_rl.transport.api import InitTransferRequest
 
 
@@ -95,6 +100,58 @@ async def test_waiting_for_a_server_ends_with_its_address(client, inference):
     inference.server.stop()
     with pytest.raises(InferenceError, match=rf"answered at {inference.base_url[:-3]}/health within 0\.2 s"):
         await client.wait_ready(0.2)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_final", "seconds"), [("orchestrator,trainer", True, "0.2"), ("inference,trainer", False, "0.4")]
+)
+async def test_a_server_that_the_launcher_did_not_start_is_waited_for_once(
+    monkeypatch, client, inference, names, is_final, seconds
+):
+    monkeypatch.setenv(activity.SUPERVISED, names)
+    inference.server.stop()
+    address = re.escape(client.base_url.removesuffix("/v1"))
+    with pytest.raises(
+        InferenceError, match=rf"at {address}/health within {seconds} s; .* correct client.base_url"
+    ) as raised:
+        await client.wait_ready(0.2)
+    assert raised.value.is_final is is_final
+
+
+@pytest.fixture
+def no_handles_left():
+    """This process can open nothing while the block runs that this gives."""
+
+    @contextmanager
+    def exhausted():
+        limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            yield
+        finally:
+            for file in taken:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    return exhausted
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_process_without_a_connection_left_does_not_blame_the_server(no_handles_left, host):
+    words = r"as many files and connections open as it may, \d+: allow more .* ulimit -n 65536"
+    async with open_clients(ClientConfig(base_url=(f"http://{host}:9/v1",))) as (client,):
+        with no_handles_left():
+            state = await client.probe()
+            assert (state.is_ours, state.is_silent) == (True, True)
+            with pytest.raises(Unreachable, match=words):
+                await client.resume()
+            with pytest.raises(DiskError, match=rf"^the server at http://{host}:9/health could not be asked.*{words}"):
+                await client.wait_ready(0.2)
+        state = await client.probe()
+        assert (state.is_ours, state.is_silent) == (False, False)
 
 
 async def test_waiting_for_a_server_that_is_unwell_ends_with_its_own_reason(client, inference):

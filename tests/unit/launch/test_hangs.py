@@ -61,6 +61,34 @@ def test_a_process_that_is_at_the_same_for_too_long_hangs_though_it_reports(tmp_
         until_report(tmp_path, lambda one: one.doing[0].for_s < 4.0)
 
 
+def test_a_server_that_gets_on_is_not_ended_with_the_others_that_somebody_waits_for(tmp_path, launcher):
+    waits = """
+        with activity.waiting("inference", "rollouts", deadline_s=1.0):
+            hear()
+    """
+    works = """
+        with activity.doing("serving weights 7"):
+            while True:
+                activity.beat()
+                time.sleep(0.1)
+    """
+    idles = """
+        with activity.doing("serving weights 7"):
+            hear()
+    """
+    with (
+        process(tmp_path, works, **{activity.NAME: "inference-0"}) as busy,
+        process(tmp_path, idles, **{activity.NAME: "inference-1"}) as idle,
+    ):
+        for name in ("inference-0", "inference-1"):
+            until_report(tmp_path, lambda one: one.age_s > 1.0, name=name)
+        assert until_report(tmp_path, lambda one: True, name="inference-1").got_on_s is None
+        with process(tmp_path, waits) as waiter:
+            watch = Hangs(tmp_path, 600.0)
+            hang = until_hang(watch, {"trainer": waiter.pid, "inference-0": busy.pid, "inference-1": idle.pid})
+            assert hang.culprit == "inference-1"
+
+
 def test_whom_another_process_has_waited_for_too_long_is_named(tmp_path, launcher):
     waits = """
         with activity.waiting("orchestrator", "batch 8", deadline_s=1.0):

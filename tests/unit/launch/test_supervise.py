@@ -140,6 +140,12 @@ def test_a_process_that_gets_further_each_time_is_started_until_the_limit(tmp_pa
     assert len(starts(tmp_path, "trainer")) == 5
 
 
+def test_every_process_knows_whom_the_launcher_starts_again(tmp_path, run):
+    told = 'Path(here, "told").write_text(os.environ["PRIME_RL_SUPERVISED"])'
+    run(acts(tmp_path, "inference", LIVES, is_service=True), acts(tmp_path, "trainer", told))
+    assert (tmp_path / "told").read_text() == "inference,trainer"
+
+
 def test_what_no_restart_mends_ends_the_run_at_once(tmp_path, run):
     with pytest.raises(ProcessFailed, match=rf"^trainer ended with exit code {FINAL}: no such model\n"):
         run(acts(tmp_path, "trainer", f"print('trainer: no such model', flush=True); sys.exit({FINAL})"))

@@ -10,11 +10,12 @@ import httpx
 import pytest
 from tests.doubles.fleet import SimulatedNetwork, SimulatedServer, simulate
 
+from prime_rl import activity
 from prime_rl.aio import Supervisor
 from prime_rl.config.shared import ClientConfig
-from prime_rl.environments.client import InferenceClient
+from prime_rl.environments.client import InferenceClient, Unwell
 from prime_rl.environments.verifiers.failover import Failover, Route
-from prime_rl.errors import InferenceError
+from prime_rl.errors import DiskError, InferenceError
 from prime_rl.orchestrator.fleet import Fleet, State, Target
 from prime_rl.orchestrator.groups import Dispatch, Example
 from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
@@ -343,6 +344,46 @@ def test_when_all_are_gone_for_too_long_the_run_ends_with_a_sentence_about_each(
         return asyncio.get_running_loop().time()
 
     assert 60 < simulate(main()) < 75
+
+
+@pytest.mark.parametrize(
+    ("names", "is_final", "within_s"),
+    [("orchestrator,trainer", True, (60, 75)), ("inference,orchestrator,trainer", False, (200, 215))],
+)
+def test_servers_that_the_launcher_starts_again_are_waited_for_longer_and_others_end_the_run_for_good(
+    monkeypatch, names, is_final, within_s
+):
+    monkeypatch.setenv(activity.SUPERVISED, names)
+
+    async def main():
+        servers = servers_of(1)
+        fleet = fleet_of(servers)
+        await fleet.start(Target(), 200.0)
+        servers[0].die()
+        with pytest.raises(InferenceError) as raised:
+            await run_beside(fleet, asyncio.sleep(1000))
+        assert raised.value.is_final is is_final
+        assert ("raise outage_timeout" in str(raised.value)) is is_final
+        return asyncio.get_running_loop().time()
+
+    assert within_s[0] < simulate(main()) < within_s[1]
+
+
+def test_a_run_that_has_no_connection_left_for_its_servers_blames_none_of_them():
+    async def main():
+        servers = servers_of(2)
+        fleet = fleet_of(servers)
+        await fleet.start(Target(), 10.0)
+
+        async def cannot_be_asked():
+            return Unwell(reason="files ran out", is_silent=True, is_ours=True)
+
+        for server in servers:
+            server.probe = cannot_be_asked
+        with pytest.raises(DiskError):
+            await run_beside(fleet, asyncio.sleep(1000))
+
+    simulate(main())
 
 
 def test_an_outage_of_all_that_is_short_enough_is_survived():
