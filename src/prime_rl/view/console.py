@@ -5,11 +5,12 @@ Everything shown is read from the run directory, so the console knows no process
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from rich.console import Console
 
 from prime_rl.disk import refusal
-from prime_rl.monitors.base import MetricsTail
+from prime_rl.monitors.base import MetricsRow, MetricsTail
 from prime_rl.monitors.events import EventTail
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.view.curve import svg_curve, text_curve
@@ -18,6 +19,12 @@ Row = Mapping[str, float | None]
 
 HEADER = "   step   reward  entropy  mismatch KL   gen tok/s  train tok/s  async  off-policy   step time   left"
 QUIET_S = 15.0
+ERRORS: Final = "errors/"
+SHOWN: Final = (
+    *("step", "reward/mean", "entropy/mean", "mismatch_kl/mean", "perf/throughput", "async_level"),
+    *("off_policy_gap/max", "time/step"),
+)
+"""What is kept of a row, of which a long run has thousands, beside failures."""
 
 
 class RLConsole:
@@ -29,8 +36,8 @@ class RLConsole:
         self._max_steps = max_steps
         self._has_server = has_server
         self._out = Console(highlight=False, soft_wrap=True)
-        self._trained = MetricsTail(paths.metrics("trainer"))
-        self._batches = MetricsTail(paths.metrics("orchestrator"))
+        self._trained = MetricsTail(paths.metrics("trainer"), _shown)
+        self._batches = MetricsTail(paths.metrics("orchestrator"), _shown)
         self._events = EventTail(paths.events)
         self._num_before = 0 if is_new else len(self._trained.read())
         self._num_shown = self._num_before
@@ -51,10 +58,10 @@ class RLConsole:
     def tick(self) -> None:
         """Print what happened since the last call, or, after a while of silence, what is waited for."""
         trained, batches = self._trained.read(), self._batches.read()
-        batch_of = {batch["step"]: batch for batch in batches}
         for event in self._events.read():
             self._last_word = time.monotonic()
             self._out.print(f"  {self._last_word - self._started:5.0f} s, {event}", style="yellow", markup=False)
+        batch_of = {batch["step"]: batch for batch in batches} if self._num_shown < len(trained) else {}
         while self._num_shown < len(trained):
             row = trained[self._num_shown]
             batch = batch_of.get(row["step"], {})
@@ -72,8 +79,8 @@ class RLConsole:
 
     def _show_errors(self, batch: Row) -> None:
         """Failed rollouts of a batch by kind; they were not trained on, and somebody should know."""
-        kinds = {name: count for name, count in batch.items() if name.startswith("errors/") and name != "errors/rate"}
-        told = ", ".join(f"{count:.0f} {kind.removeprefix('errors/')}" for kind, count in kinds.items() if count)
+        kinds = {name: count for name, count in batch.items() if name.startswith(ERRORS) and name != "errors/rate"}
+        told = ", ".join(f"{count:.0f} {kind.removeprefix(ERRORS)}" for kind, count in kinds.items() if count)
         if told:
             self._out.print(f"        failed rollouts, not trained on: {told}", style="yellow")
 
@@ -129,6 +136,11 @@ class RLConsole:
         except OSError as error:
             curve.unlink(missing_ok=True)
             self._out.print(f"{curve} is not written: {refusal(error, curve)}", style="yellow", markup=False)
+
+
+def _shown(row: MetricsRow) -> MetricsRow:
+    failures = {name: count for name, count in row.items() if count and name.startswith(ERRORS)}
+    return {name: row[name] for name in SHOWN if name in row} | failures
 
 
 def _cell(row: Row, name: str, form: str) -> str:

@@ -1,3 +1,5 @@
+import tracemalloc
+
 from tests.doubles.disks import small_disk
 
 from prime_rl.monitors.base import JsonlMonitor
@@ -97,3 +99,21 @@ def test_of_a_run_that_goes_on_only_what_is_to_come_is_shown(tmp_path, capsys):
     assert "of yesterday" not in out
     orchestrator.close()
     trainer.close()
+
+
+def test_a_long_run_takes_little_memory(tmp_path, capsys):
+    paths = RunPaths(tmp_path)
+    orchestrator, trainer = JsonlMonitor(paths.metrics("orchestrator")), JsonlMonitor(paths.metrics("trainer"))
+    console = RLConsole(paths, max_steps=None, has_server=True)
+    others = {f"a/name/of/forty/characters/in/the/mean/{index:02}": index / 7 for index in range(100)}
+    for step in range(200):
+        orchestrator.log(others | {"reward/mean": step / 8, "errors/timeout": 0, "off_policy_gap/max": 1}, step=step)
+        trainer.log(others | {"time/step": 1.0}, step=step)
+        if step == 9:
+            console.tick()
+            tracemalloc.start()
+    console.tick()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert capsys.readouterr().out.count("1.00s") == 200
+    assert kept < 200 * 2000, "two small rows a step, not two whole ones, of 20 KB"
