@@ -117,7 +117,7 @@ def obituary(one: Running, how: str | None = None) -> str:
 
 def with_reason(one: Running, how: str) -> str:
     """`how` it ended, and the reason it gave, in one line."""
-    said_by_it = re.compile(rf"{re.escape(one.spec.command)}( \(rank \d+\))?: ")
+    said_by_it = re.compile(rf"{re.escape(one.spec.command)}( \(rank \d+\))?: (?!note: )")
     said = next((line for line in reversed(_last_lines(one)) if said_by_it.match(line)), None)
     return f"{how}: {said.partition(': ')[2]}" if said else how
 

@@ -196,10 +196,13 @@ def cause(run: Snapshot) -> str:
     if not found.trouble:
         others = [f"{name} {why}" for name in sorted(run.states, key=_place) if (why := run.states[name].trouble)]
         if others:
-            return f"nobody waits for it yet, but {'; '.join(others)}"
+            return f"nobody waits for it yet, but {'; '.join(others)}{_way_out(others)}"
         return f"nobody hangs; {_links(found)}" if found.waits else "nobody hangs"
-    hint = "" if "stopped" not in found.trouble else "; SIGCONT lets it go on"
-    return f"{_links(found)}{', which' if found.waits else found.end} {found.trouble}{hint}"
+    return f"{_links(found)}{', which' if found.waits else found.end} {found.trouble}{_way_out([found.trouble])}"
+
+
+def _way_out(troubles: Sequence[str]) -> str:
+    return "; SIGCONT lets it go on" if any("stopped" in trouble for trouble in troubles) else ""
 
 
 def trouble(states: Mapping[str, State], name: str) -> str:

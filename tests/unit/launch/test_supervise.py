@@ -86,8 +86,8 @@ def test_a_process_that_died_is_started_again_and_the_run_is_complete(tmp_path, 
 
 
 def test_the_reason_of_a_death_is_that_of_its_own_start(tmp_path, run):
-    """All starts write to one log."""
-    said = "print('trainer: out of luck', flush=True); sys.exit(1)"
+    """All starts write to one log. What a process noted is no reason."""
+    said = "print('trainer: out of luck\\ntrainer: note: few handles', flush=True); sys.exit(1)"
     run(acts(tmp_path, "trainer", said, KILLED, "sys.exit(0)"))
     log = tmp_path / "logs" / "trainer.log"
     assert EventTail(tmp_path / "events.jsonl").read() == [

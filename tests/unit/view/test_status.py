@@ -115,7 +115,7 @@ last events
     [
         ({"trainer": STOPPED}, "trainer is stopped since 12 s; SIGCONT lets it go on"),
         ({"orchestrator": GONE}, "trainer waits for orchestrator (batch 8), which is gone since 3 s"),
-        ({"launcher": STOPPED}, "nobody waits for it yet, but launcher is stopped since 12 s"),
+        ({"launcher": STOPPED}, "nobody waits for it yet, but launcher is stopped since 12 s; SIGCONT lets it go on"),
         (
             {"orchestrator's reverse-text worker 77": State(condition=Condition.STOPPED, pid=77)},
             "trainer waits for orchestrator (batch 8), which has a process in trouble: orchestrator's reverse-text "
