@@ -7,10 +7,12 @@ Nothing is cut: an example that does not fit the batch at hand opens the next on
 `seq_len` is skipped and counted.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -158,15 +160,13 @@ class Place(msgspec.Struct, kw_only=True):
     num_long: int = 0
     num_unmasked: int = 0
     """Of these, those that were skipped."""
-    num_rows: int = 0
-    """Of the data set."""
 
 
 class Examples:
     """The examples of a data set that can be trained on, epoch after epoch; the same seed gives the same order."""
 
     def __init__(self, rows: Sequence[Row], render: Render, config: SFTDataConfig) -> None:
-        self.place = Place(num_rows=len(rows))
+        self.place = Place()
         self._rows = rows
         self._render = render
         self._config = config
@@ -191,16 +191,31 @@ class Examples:
                 else:
                     yield example
             self._report_epoch(self.place)
-            self.place = Place(epoch=self.place.epoch + 1, num_rows=len(self._rows))
+            self.place = Place(epoch=self.place.epoch + 1)
+
+    def depends_on(self) -> dict[str, str]:
+        """By key of the configuration, all but for which a place means other examples."""
+        config = self._config
+        return {
+            "data.type": config.type,
+            "data.name": f"{config.name} ({len(self._rows)} rows, digest {self._digest})",
+            "data.shuffle": str(config.shuffle),
+            "data.seed": str(config.seed) if config.shuffle else "of no use",
+            "data.seq_len": str(config.seq_len),
+        }
 
     def seek(self, place: Place) -> None:
-        """Go on from `place`; before the first example. Raises: DataError where it is one of other data."""
-        if place.num_rows != len(self._rows):
-            raise DataError(
-                f"{self._config.name} has {len(self._rows)} rows, and had {place.num_rows} when the checkpoint was "
-                "written: give the same data, or start them anew with ckpt.skip_dataloader"
-            )
+        """Go on from `place`; before the first example."""
         self.place = place
+
+    @cached_property
+    def _digest(self) -> str:
+        """Of the rows, of many of which a thousand stand for all."""
+        digest = hashlib.blake2b(digest_size=4)
+        for row in self._rows[:: max(1, len(self._rows) // 1000)]:
+            content = json.dumps(row.values, sort_keys=True, default=lambda value: type(value).__name__)
+            digest.update(content.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def _example(self, index: int) -> RenderedChat:
         """Rendered once and kept: 5 bytes a token."""
@@ -230,6 +245,7 @@ class FakeExamples:
         self.place = Place()
         self._config = config
         self._vocab_size = vocab_size
+        self._seed = seed
         self._rng = np.random.default_rng(seed)
 
     def __iter__(self) -> Iterator[RenderedChat]:
@@ -237,6 +253,18 @@ class FakeExamples:
         while True:
             self.place.index += 1
             yield self._made()
+
+    def depends_on(self) -> dict[str, str]:
+        """See `Examples`."""
+        config = self._config
+        return {
+            "data.type": config.type,
+            "data.length": config.length,
+            "data.input_ids": config.input_ids,
+            "data.seq_len": str(config.seq_len),
+            "seed": str(self._seed),
+            "model.name": f"one of {self._vocab_size} tokens",
+        }
 
     def seek(self, place: Place) -> None:
         """Go on from `place`; before the first example."""
@@ -258,6 +286,7 @@ class FakeExamples:
 class _Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where PackedExamples are, as bytes of a checkpoint."""
 
+    depends_on: dict[str, str]
     place: Place
     carried: list[tuple[bytes, bytes]]
     """Token ids (int32, little-endian) and loss mask of the examples that found no room yet."""
@@ -303,14 +332,23 @@ class PackedExamples:
     def position(self) -> bytes:
         """Behind the batch that was made last."""
         carried = [(one.token_ids.astype("<i4").tobytes(), one.loss_mask.tobytes()) for one in self._carry]
-        return msgspec.msgpack.encode(_Position(place=self._examples.place, carried=carried))
+        depends_on, place = self._examples.depends_on(), self._examples.place
+        return msgspec.msgpack.encode(_Position(depends_on=depends_on, place=place, carried=carried))
 
     def seek(self, position: bytes) -> None:
-        """Go on from there; before the first batch. Raises: DataError where it is of other data."""
+        """Go on from there; before the first batch. Raises: DataError where it would be another place by now."""
         try:
             found = msgspec.msgpack.decode(position, type=_Position)
         except msgspec.MsgspecError as error:
-            raise DataError(f"the checkpoint does not say where in its data sft was: {error}") from error
+            raise DataError(
+                f"the checkpoint does not say where in its data sft was ({error}); start them anew with "
+                "--ckpt.skip-dataloader"
+            ) from error
+        if told := _changes(self._examples.depends_on(), found.depends_on):
+            raise DataError(
+                "the place in the data that the checkpoint holds is of no use with other data or in another order: "
+                f"{'; '.join(told)}. Set that back, or start the data anew with --ckpt.skip-dataloader"
+            )
         self._examples.seek(found.place)
         self._carry = [
             RenderedChat(token_ids=np.frombuffer(tokens, "<i4"), loss_mask=np.frombuffer(mask, np.bool_))
@@ -334,6 +372,22 @@ class PackedExamples:
                 room[target] -= length
         self._carry += waiting
         return [row for row in packed if row]
+
+
+def _changes(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """What a place depends on that is not as it was. The same rows may lie elsewhere.
+
+    Example: ["data.seed is 2 and was 1"]
+    """
+    if now["data.type"] != before.get("data.type"):
+        return [f"data.type is {now['data.type']} and was {before.get('data.type')}"]
+    changed = [key for key in now if _without_name(key, now) != _without_name(key, before)]
+    return [f"{key} is {now[key]} and was {before.get(key)}" for key in changed]
+
+
+def _without_name(key: str, values: Mapping[str, str]) -> str | None:
+    value = values.get(key)
+    return value.rpartition(" (")[2] if key == "data.name" and value is not None else value
 
 
 def _micro_batch(examples: Sequence[RenderedChat]) -> MicroBatch:

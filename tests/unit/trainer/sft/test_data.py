@@ -287,3 +287,51 @@ def test_data_go_on_from_any_batch_with_what_was_carried_over(taken):
     other.seek(one.position())
     for step in range(taken, taken + 4):
         assert other.next(step) == one.next(step)
+
+
+LENGTHS = [5, 5, 3, 5, 2, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fields", "told"),
+    [
+        (LENGTHS, {"seq_len": 6}, "data.seq_len is 6 and was 8"),
+        (LENGTHS, {"seed": 3}, "data.seed is 3 and was 0"),
+        (LENGTHS, {"shuffle": False}, "data.shuffle is False and was True; data.seed is of no use and was 0"),
+        (LENGTHS[:6], {}, r"data.name is d \(6 rows, digest \w+\) and was d \(7 rows, digest \w+\)"),
+        ([5, 5, 3, 5, 2, 6, 2], {}, r"data.name is d \(7 rows, digest \w+\) and was d \(7 rows, digest \w+\)"),
+    ],
+)
+def test_data_in_which_the_place_would_be_another_are_not_gone_on_with(lengths, fields, told):
+    source = packed(LENGTHS)
+    source.next(0)
+    with pytest.raises(DataError, match=rf": {told}\. Set that back, or .* --ckpt.skip-dataloader"):
+        packed(lengths, **fields).seek(source.position())
+
+
+@pytest.mark.parametrize(
+    ("fields", "others"),
+    [({}, {"name": "elsewhere"}), ({"shuffle": False}, {"shuffle": False, "seed": 3}), ({}, {"micro_batch_size": 2})],
+)
+def test_data_go_on_where_the_place_is_the_same(fields, others):
+    one, other = packed(LENGTHS, **fields), packed(LENGTHS, **others)
+    one.next(0)
+    other.seek(one.position())
+    assert np.concatenate(ids(other.next(1))).tolist() == np.concatenate(ids(one.next(1))).tolist()
+
+
+def test_made_up_data_are_others_where_the_seed_is():
+    config = SFTFakeDataConfig(batch_size=2, seq_len=8)
+    one, other = (
+        PackedExamples(FakeExamples(config, vocab_size=50, seed=seed), config, micro_batch_tokens=8) for seed in (1, 2)
+    )
+    with pytest.raises(DataError, match=r": seed is 2 and was 1\. Set that back"):
+        other.seek(one.position())
+    with pytest.raises(DataError, match=r": data.type is sft and was fake\. Set that back"):
+        packed(LENGTHS).seek(one.position())
+
+
+def test_many_rows_are_told_from_others():
+    one = packed([1] * 5000)
+    with pytest.raises(DataError, match="5000 rows, digest"):
+        packed([1] * 2000 + [2] * 3000).seek(one.position())
