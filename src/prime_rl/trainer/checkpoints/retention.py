@@ -35,11 +35,15 @@ class CheckpointRetention:
     """Whether a run can go on from `checkpoints`; from weights alone it cannot."""
     begun: int | None = None
     """The step of the checkpoint that is being written, or was last."""
+    is_over: bool = False
+    """Whether the last step is made, and all of it written: nobody samples from older weights any more, not even
+    where there are more steps to come and training goes on from the recovery checkpoint."""
 
     def steps(self) -> set[int]:
-        """Of all checkpoints, of both kinds, also the one that is being written."""
+        """Of the checkpoints beside which weights are needed; also that of the one that is being written."""
         begun = set() if self.begun is None else {self.begun}
-        return begun | {*complete_checkpoints(self.checkpoints), *complete_checkpoints(self.recovery)}
+        rolling = set() if self.is_over else {*complete_checkpoints(self.recovery), *begun}
+        return rolling | {*complete_checkpoints(self.checkpoints)}
 
     def apply(self) -> None:
         """Remove what nobody can go on from, or needs to, any more. What cannot be removed is a warning."""
@@ -56,10 +60,11 @@ class CheckpointRetention:
                 if step < needed - 1:  # that of `needed - 1` has the orchestrator's state at the checkpoint
                     remove_batch(step_dir(self.batches, step))
 
-    def remove_recovery(self) -> None:
-        """The run is complete: nothing is to be recovered, and nothing being written."""
-        self.begun = None
-        _remove(self.recovery, complete_checkpoints(self.recovery))
+    def finish(self, *, is_complete: bool) -> None:
+        """The last step is made. `is_complete`: with it, the run is, so that nothing is to be recovered."""
+        self.is_over = True
+        if is_complete:
+            _remove(self.recovery, complete_checkpoints(self.recovery))
 
 
 def _remove(root: Path, steps: Iterable[int]) -> None:

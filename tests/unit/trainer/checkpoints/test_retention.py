@@ -48,7 +48,11 @@ def test_only_the_newest_recovery_checkpoint_stays_until_the_run_is_complete(tmp
     rules.apply()
     assert complete_checkpoints(tmp_path / "checkpoints") == [8]
     assert complete_checkpoints(tmp_path / "recovery") == [9]
-    rules.remove_recovery()
+    assert rules.steps() == {8, 9}
+    rules.finish(is_complete=False)
+    assert rules.steps() == {8}, "beside which weights stay"
+    assert complete_checkpoints(tmp_path / "recovery") == [9]
+    rules.finish(is_complete=True)
     assert complete_checkpoints(tmp_path / "recovery") == []
 
 
