@@ -1,12 +1,13 @@
 """Going back to an earlier step of a run: what lies beyond it is set aside, and nothing is deleted.
 
 Checkpoint N is the state after N steps, so the next batch is N. Beyond it are batches from N on, and weights,
-checkpoints and evaluations from N + 1 on; they go to `superseded/K/`, in the layout of the run directory.
+checkpoints and evaluations from N + 1 on; they go to `superseded/K/`, in the layout of the run directory. A run that
+counts its steps from 0 again has use for nothing that has a number, so all of it goes there, the checkpoint last.
 """
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,20 +25,63 @@ class _Kept:
 
 
 def go_back(
-    paths: RunPaths, step: int, *, owns: Collection[str] = ("trainer", "orchestrator"), checkpoints: Path | None = None
+    paths: RunPaths,
+    step: int,
+    *,
+    owns: Collection[str] = ("trainer", "orchestrator"),
+    checkpoints: Path | None = None,
+    counts_anew: bool = False,
 ) -> Path | None:
     """Set aside what lies beyond checkpoint `step` and belongs to the processes `owns`; where to, if there was any.
 
     `checkpoints`: where the checkpoints are, if not in the run directory; theirs stay on that file system, in a
-    `superseded` of their own.
+    `superseded` of their own. `counts_anew`: what lies before is set aside, too (`ckpt.skip_progress`).
 
     A launcher that is killed in the middle leaves a run that can go on from its newest checkpoint, or back again: what
-    is newest goes first, checkpoints before weights before batches, each with one rename.
+    is newest goes first, checkpoints before weights before batches, each with one rename; what lies before goes in the
+    order of steps, so that the checkpoint itself is the last. Where it is then, `sources` knows.
     Raises: ArtifactError where the disk refuses; DataError where a file of metrics is damaged.
     """
     root = checkpoints or paths.checkpoints
+    number = max(_numbers(paths, root), default=0) + 1
+    moved = False
+    try:
+        for one, found in _leaving(_owned(paths, root, step, owns), counts_anew=counts_anew):
+            target = _aside(paths, one.root, number)
+            target.mkdir(parents=True, exist_ok=True)
+            step_dir(one.root, found).rename(step_dir(target, found))
+            moved = moved or target.is_relative_to(paths.superseded)
+        of_evaluations = ("eval",) if counts_anew and "orchestrator" in owns else ()
+        for process in sorted((*owns, *of_evaluations)):
+            path = paths.metrics(process)
+            aside = _aside(paths, path, number)
+            moved |= drop_rows(path, 0 if counts_anew else step, aside=aside)
+    except OSError as error:
+        raise ArtifactError(f"cannot set aside what lies beyond step {step} in {paths.output_dir}: {error}") from error
+    return paths.superseded / str(number) if moved else None
+
+
+def sources(paths: RunPaths, checkpoints: Path | None, step: int, *, counts_anew: bool = False) -> list[Path]:
+    """The roots from which checkpoint `step` (-1: the latest) is to be chosen, for a run that is resumed.
+
+    One that counts its steps anew finds it where `go_back` has set it aside, perhaps for another process, or for a
+    launcher that was killed.
+    """
+    root = checkpoints or paths.checkpoints
+    here = [root, paths.recovery]
+    numbers = sorted(_numbers(paths, root), reverse=True) if counts_anew else []
+    places = [here, *([_aside(paths, one, number) for one in here] for number in numbers)]
+    return next((roots for roots in places if _holds(roots, step)), here)
+
+
+def _holds(roots: Sequence[Path], step: int) -> bool:
+    there = [found for root in roots for found in _steps(root)]
+    return step in there or (step < 0 and bool(there))
+
+
+def _owned(paths: RunPaths, checkpoints: Path, step: int, owns: Collection[str]) -> list[_Kept]:
     kept = [
-        _Kept("trainer", root, step + 1),
+        _Kept("trainer", checkpoints, step + 1),
         _Kept("trainer", paths.recovery, step + 1),
         _Kept("trainer", paths.weights, step + 1),
         _Kept("trainer", paths.merged, step + 1),
@@ -45,22 +89,17 @@ def go_back(
         _Kept("orchestrator", paths.traces, step),
         _Kept("orchestrator", paths.evals, step + 1),
     ]
-    aside = _next_number(paths.superseded)
-    moved = False
-    try:
-        for one in kept:
-            inside = one.root.is_relative_to(paths.output_dir)
-            target = aside / one.root.relative_to(paths.output_dir) if inside else _next_number(root / "superseded")
-            for found in _beyond(one) if one.owner in owns else ():
-                target.mkdir(parents=True, exist_ok=True)
-                step_dir(one.root, found).rename(step_dir(target, found))
-                moved = moved or inside
-        for process in sorted(owns):
-            path = paths.metrics(process)
-            moved |= drop_rows(path, step, aside=aside / path.relative_to(paths.output_dir))
-    except OSError as error:
-        raise ArtifactError(f"cannot set aside what lies beyond step {step} in {paths.output_dir}: {error}") from error
-    return aside if moved else None
+    return [one for one in kept if one.owner in owns]
+
+
+def _leaving(kept: Sequence[_Kept], *, counts_anew: bool) -> list[tuple[_Kept, int]]:
+    """Which step of which root is set aside, in the order in which they are."""
+    there = [(one, _steps(one.root)) for one in kept]
+    leaving = [(one, step) for one, steps in there for step in reversed(steps) if step >= one.first]
+    if counts_anew:
+        before = [(one, step) for one, steps in reversed(there) for step in steps if step < one.first]
+        leaving += sorted(before, key=lambda found: found[1])
+    return leaving
 
 
 def drop_rows(path: Path, step: int, *, aside: Path | None = None) -> bool:
@@ -92,7 +131,7 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
 
 def _write(path: Path, lines: list[bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp")  # that of whoever was killed here is written over
     with temporary.open("wb") as file:
         file.writelines(line + b"\n" for line in lines)
         file.flush()
@@ -100,13 +139,20 @@ def _write(path: Path, lines: list[bytes]) -> None:
     temporary.replace(path)
 
 
-def _beyond(kept: _Kept) -> Iterator[int]:
-    """Steps that are set aside, the newest first."""
-    names = [entry.name.removeprefix("step_") for entry in kept.root.glob("step_*")]
-    yield from sorted((int(name) for name in names if name.isdecimal() and int(name) >= kept.first), reverse=True)
+def _steps(root: Path) -> list[int]:
+    """Of the directories that are there, complete or not, ascending."""
+    names = [entry.name.removeprefix("step_") for entry in root.glob("step_*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _next_number(root: Path) -> Path:
-    """The first `<root>/K` behind those that are there."""
-    taken = [int(entry.name) for entry in root.glob("[0-9]*") if entry.name.isdecimal()]
-    return root / str(max(taken, default=0) + 1)
+def _aside(paths: RunPaths, kept: Path, number: int) -> Path:
+    """Where what is set aside of `kept` goes."""
+    if kept.is_relative_to(paths.output_dir):
+        return paths.superseded / str(number) / kept.relative_to(paths.output_dir)
+    return kept / "superseded" / str(number)
+
+
+def _numbers(paths: RunPaths, checkpoints: Path) -> set[int]:
+    """K of all `superseded/K` that there are."""
+    roots = (paths.superseded, checkpoints / "superseded")
+    return {int(entry.name) for root in roots for entry in root.glob("[0-9]*") if entry.name.isdecimal()}

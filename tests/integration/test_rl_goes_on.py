@@ -102,3 +102,23 @@ def test_a_complete_run_goes_back_to_a_checkpoint(start_rl):
     assert [entry.step for entry in noted(again, "went_back")] == [8]
     (started,) = [entry for entry in noted(again, "run_started") if entry.facts["beginning"] == "goes_back"]
     assert started.step == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_run_that_counts_its_steps_anew_reaches_its_last_one_though_a_process_is_killed_as_it_begins(
+    start_rl, supervised
+):
+    complete(start_rl("--ckpt.interval", "4", steps=8), 8)
+    how = "--supervise" if supervised else "--no-supervise"
+    anew = ("--ckpt.interval", "4", "--ckpt.resume-step", "4", "--ckpt.skip-progress")
+    again = start_rl(*anew, how, steps=6)
+    for victim in ("trainer", "orchestrator") if supervised else ():
+        await_true(f"{victim} to begin", lambda: victim in again.children())  # noqa: B023
+        os.kill(again.children()[victim].pid, signal.SIGKILL)
+    complete(again, 6)
+    aside = again.paths.superseded / "1"
+    assert sorted(entry.name for entry in (aside / "checkpoints").iterdir()) == ["step_4", "step_8"]
+    assert [row["step"] for row in read_metrics(aside / "trainer" / "metrics.jsonl")] == list(range(8))
+    assert {entry.step for entry in noted(again, "resumed")} == {0}
+    assert complete_steps(again.paths.checkpoints) == [4, 6]

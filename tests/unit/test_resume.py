@@ -4,7 +4,7 @@ import pytest
 
 from prime_rl.errors import DataError
 from prime_rl.paths import RunPaths, step_dir
-from prime_rl.resume import drop_rows, go_back
+from prime_rl.resume import drop_rows, go_back, sources
 
 
 @pytest.fixture
@@ -129,6 +129,74 @@ def test_whoever_is_killed_while_going_back_leaves_a_run_that_is_sound(paths, mo
     assert everything(paths) == before
 
 
+def test_a_run_that_counts_its_steps_anew_begins_with_nothing_that_has_a_number(paths):
+    make(paths.weights, (0,))
+    before = everything(paths)
+    aside = go_back(paths, 4, counts_anew=True)
+    assert aside == paths.superseded / "1"
+    roots = (paths.checkpoints, paths.recovery, paths.weights, paths.merged, paths.rollouts, paths.traces, paths.evals)
+    assert [steps_in(root) for root in roots] == [[]] * 7
+    for process in ("trainer", "orchestrator", "eval"):
+        assert rows_in(paths.metrics(process)) == []
+        assert rows_in(RunPaths(aside).metrics(process)) == [0, 1, 2, 3, 4, 5]
+    assert steps_in(RunPaths(aside).weights) == [0, 1, 2, 3, 4, 5, 6]
+    assert everything(paths) == before
+
+
+@pytest.mark.parametrize("step", [4, 5, -1])
+def test_the_checkpoint_of_a_run_that_counts_anew_is_found_where_it_was_set_aside(paths, step):
+    here = [paths.checkpoints, paths.recovery]
+    assert sources(paths, None, step, counts_anew=True) == here
+    go_back(paths, 6, counts_anew=True)
+    aside = RunPaths(paths.superseded / "1")
+    assert sources(paths, None, step, counts_anew=True) == [aside.checkpoints, aside.recovery]
+    make(paths.traces, (0,))
+    go_back(paths, 0, owns=("orchestrator",))
+    assert (paths.superseded / "2" / "traces").exists()
+    assert sources(paths, None, step, counts_anew=True) == [aside.checkpoints, aside.recovery]
+    assert sources(paths, None, 7, counts_anew=True) == sources(paths, None, step) == here
+    make(paths.checkpoints, (4,))  # by the new count
+    assert sources(paths, None, 4, counts_anew=True) == here
+
+
+def test_a_checkpoint_elsewhere_is_found_where_it_was_set_aside(paths, tmp_path):
+    elsewhere = tmp_path / "big-disk"
+    make(elsewhere, (2, 8))
+    make(elsewhere / "superseded" / "3", (2,))
+    go_back(paths, 8, checkpoints=elsewhere, counts_anew=True)
+    found = sources(paths, elsewhere, 8, counts_anew=True)
+    assert found == [elsewhere / "superseded" / "4", paths.superseded / "4" / "recovery"]
+    assert [steps_in(root) for root in found] == [[2, 8], [5]]
+
+
+@pytest.mark.parametrize("survived", range(0, 33, 2))
+def test_whoever_is_killed_while_counting_anew_leaves_a_run_that_goes_back_to_the_same_checkpoint(
+    paths, monkeypatch, survived
+):
+    before, renames = everything(paths), 0
+    real = type(paths.weights).rename
+
+    def rename(path, target):
+        nonlocal renames
+        renames += 1
+        if renames > survived:
+            raise Killed
+        return real(path, target)
+
+    monkeypatch.setattr(type(paths.weights), "rename", rename)
+    with pytest.raises(Killed):
+        go_back(paths, 4, counts_anew=True)
+    monkeypatch.undo()
+    batches, newest = steps_in(paths.rollouts), steps_in(paths.checkpoints)[-1]
+    assert newest >= 4  # from there it can go on, too:
+    assert batches == list(range(min(batches, default=newest), max(batches, default=newest - 1) + 1))
+    assert max(batches, default=3) >= newest - 1
+    assert sources(paths, None, 4, counts_anew=True) == [paths.checkpoints, paths.recovery]
+    go_back(paths, 4, counts_anew=True)
+    assert [steps_in(root) for root in (paths.rollouts, paths.checkpoints, paths.weights)] == [[], [], []]
+    assert everything(paths) == before
+
+
 def test_rows_are_dropped_with_a_last_one_that_was_torn(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_rows(path, range(4))
@@ -138,6 +206,21 @@ def test_rows_are_dropped_with_a_last_one_that_was_torn(tmp_path):
     assert rows_in(path) == [0, 1, 2]
     assert not drop_rows(path, 3)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_whoever_is_killed_while_rows_are_dropped_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, range(4))
+
+    def replace(path, target):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "replace", replace)
+        with pytest.raises(Killed):
+            drop_rows(path, 2)
+    assert drop_rows(path, 2)
+    assert (rows_in(path), [file.name for file in tmp_path.iterdir()]) == ([0, 1], [path.name])
 
 
 def test_a_damaged_row_is_named(tmp_path):

@@ -29,10 +29,6 @@ class SharedCheckpointConfig(BaseConfig):
     save_async: bool = False
     """Whether training goes on while a checkpoint is written."""
 
-
-class _CheckpointConfig(SharedCheckpointConfig):
-    """What trainer and orchestrator have in common."""
-
     skip_progress: bool = False
     """Whether a resumed run counts its steps from 0 again."""
 
@@ -50,7 +46,7 @@ class WeightCheckpointConfig(BaseConfig):
     """Whether a LoRA adapter is written as files of its own too."""
 
 
-class TrainerCheckpointConfig(_CheckpointConfig):
+class TrainerCheckpointConfig(SharedCheckpointConfig):
     """The trainer's checkpoints: torch DCP directories `checkpoints/step_N/trainer`."""
 
     weights: WeightCheckpointConfig | None = Field(default_factory=WeightCheckpointConfig)
@@ -68,7 +64,7 @@ class TrainerCheckpointConfig(_CheckpointConfig):
     """Whether a resumed run starts with an empty optimizer state."""
 
 
-class OrchestratorCheckpointConfig(_CheckpointConfig):
+class OrchestratorCheckpointConfig(SharedCheckpointConfig):
     """The orchestrator's checkpoints: `checkpoints/step_N/orchestrator`."""
 
     wait_for_weights_timeout: int | None = Field(default=None, ge=1)

@@ -223,20 +223,6 @@ class RLConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
-    def _counting_anew(self) -> Any:
-        """With other numbers of steps, trainer and orchestrator would have to begin at once, which a death prevents."""
-        sections = {"trainer": self.trainer.ckpt, "orchestrator": self.orchestrator.ckpt}
-        for name, section in sections.items() if self.supervise else ():
-            if section is not None and section.skip_progress and section.resume_step is not None:
-                raise Conflict(
-                    "a run that counts its steps from 0 again cannot be recovered before both trainer and orchestrator "
-                    "have begun; add --no-supervise, or leave skip_progress out",
-                    f"{name}.ckpt.skip_progress",
-                    "supervise",
-                )
-        return self
-
-    @model_validator(mode="after")
     def _bench(self) -> Any:
         if self.trainer.bench is not None and not self.bench:
             raise Conflict(

@@ -42,7 +42,7 @@ from prime_rl.launch.processes import is_there, kill, marked
 from prime_rl.launch.servers import check_ports
 from prime_rl.launch.supervise import over_files, recovering
 from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
-from prime_rl.resume import go_back
+from prime_rl.resume import go_back, sources
 from prime_rl.transport.checkpoints import choose, step_of
 
 LEFTOVER_S: Final = 30.0
@@ -147,8 +147,9 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
         if is_again and _was_cut_off(entries):
             return Decision(Beginning.GOES_ON)
     if resume_step is not None:
-        assert config.ckpt is not None
-        roots = [config.ckpt.output_dir or paths.checkpoints, paths.recovery]
+        ckpt = config.ckpt
+        assert ckpt is not None
+        roots = sources(paths, ckpt.output_dir, resume_step, counts_anew=ckpt.skip_progress)
         return Decision(Beginning.GOES_BACK, step_of(choose(roots, resume_step)))
     check_run_dir(paths.output_dir, clean=False)
     return Decision(Beginning.NEW)
@@ -176,7 +177,7 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
             shutil.rmtree(said, ignore_errors=True)
     if decision.step is not None:
         assert config.ckpt is not None
-        go_back(paths, decision.step, checkpoints=config.ckpt.output_dir)
+        go_back(paths, decision.step, checkpoints=config.ckpt.output_dir, counts_anew=config.ckpt.skip_progress)
     Journal(paths.journal, "launcher").note(
         "run_started",
         step=decision.step,
@@ -191,9 +192,14 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
 
 
 def finish(paths: RunPaths) -> None:
-    """The run is complete, and nothing is to be recovered any more."""
+    """The run is complete, and nothing is to be recovered any more; unless the disk did not take the word of that."""
     Journal(paths.journal, "launcher").note("run_complete")
-    shutil.rmtree(paths.recovery, ignore_errors=True)
+    try:
+        is_noted = not _is_unfinished(read_journal(paths.journal))
+    except DataError:  # with a line that says nothing, the next launcher asks for help before anything else
+        is_noted = False
+    if is_noted:
+        shutil.rmtree(paths.recovery, ignore_errors=True)
 
 
 def end_leftovers(entries: Sequence[Entry]) -> None:

@@ -28,9 +28,9 @@ from prime_rl.orchestrator.adapting import from_the_start, knows_examples, with_
 from prime_rl.orchestrator.evaluated import cut_off, evaluated_versions
 from prime_rl.orchestrator.state import OrchestratorState, decode
 from prime_rl.paths import RunPaths, step_dir
-from prime_rl.resume import drop_rows, go_back
+from prime_rl.resume import drop_rows, go_back, sources
 from prime_rl.transport.batches import STATE
-from prime_rl.transport.checkpoints import LATEST, ORCHESTRATOR_STATE, choose, newest_sound, step_of
+from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, choose, newest_sound, step_of
 from prime_rl.transport.manifest import complete_steps, read_manifest, read_verified, remove_drafts
 
 OWNS: Final = ("orchestrator",)
@@ -152,11 +152,7 @@ def _is_to_resume_again(config: OrchestratorConfig, paths: RunPaths, newest: int
     settings = config.ckpt
     if settings is None or settings.resume_step is None:
         return False
-    if not settings.skip_progress:
-        return newest is None or newest < settings.resume_step
-    # It begins with batch 0, and the trainer, too, which has set the checkpoint aside by then.
-    there = [*complete_steps(_checkpoints(config, paths)), *complete_steps(paths.recovery)]
-    return newest is None and (settings.resume_step in there or (settings.resume_step == LATEST and bool(there)))
+    return newest is None or (newest < settings.resume_step and not settings.skip_progress)
 
 
 def _resumed(config: OrchestratorConfig, paths: RunPaths) -> Start | None:
@@ -164,13 +160,14 @@ def _resumed(config: OrchestratorConfig, paths: RunPaths) -> Start | None:
     settings = config.ckpt
     if settings is None or settings.resume_step is None:
         return None
-    checkpoint = choose([_checkpoints(config, paths), paths.recovery], settings.resume_step)
+    roots = sources(paths, settings.output_dir, settings.resume_step, counts_anew=settings.skip_progress)
+    checkpoint = choose(roots, settings.resume_step)
     step, state = step_of(checkpoint), _of_checkpoint(checkpoint, config)
+    go_back(paths, step, owns=OWNS, checkpoints=settings.output_dir, counts_anew=settings.skip_progress)
     if settings.skip_progress:
         step, state = 0, None if state is None else from_the_start(state)
     if state is not None and settings.skip_buffer:
         state = without_buffer(state)
-    go_back(paths, step, owns=OWNS)
     return Start(how=Begins.RESUMED, next_batch=step, state=state)
 
 

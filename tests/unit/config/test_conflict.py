@@ -458,11 +458,6 @@ CASES = [
         ],
     ),
     (
-        "rl --ckpt.resume-step 4 --trainer.ckpt.skip-progress",
-        "add --no-supervise",
-        ["trainer.ckpt.skip_progress = true (--trainer.ckpt.skip-progress)", "supervise = true (default)"],
-    ),
-    (
         "rl --trainer.loss.teacher-tau 1",
         "needs a teacher",
         ["trainer.loss.teacher_tau = 1 (--trainer.loss.teacher-tau)", "orchestrator.teacher_model = None (default)"],

@@ -39,6 +39,16 @@ def test_which_checkpoints_there_are_is_said_to_either_process_and_holds_for_the
     assert (ckpt.interval, ckpt.keep_last, ckpt.keep_interval, ckpt.save_async) == (7, 2, 3, True)
 
 
+@pytest.mark.parametrize("where", ["ckpt", "trainer.ckpt", "orchestrator.ckpt"])
+def test_steps_are_counted_anew_by_both_or_by_neither(where):
+    config = rl("--ckpt.resume-step", "4", f"--{where}.skip-progress")
+    assert config.ckpt.skip_progress
+    assert config.trainer.ckpt.skip_progress
+    assert config.orchestrator.ckpt.skip_progress
+    text = complaint(RLConfig, "--trainer.ckpt.skip-progress", "--no-orchestrator.ckpt.skip-progress")
+    assert "they are one value: set ckpt.skip_progress only" in text
+
+
 def test_no_ckpt_switches_them_off_again(tmp_path: Path):
     (tmp_path / "rl.toml").write_text("[ckpt]\ninterval = 5\n")
     config = rl("@", str(tmp_path / "rl.toml"), "--no-ckpt")

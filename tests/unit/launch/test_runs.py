@@ -33,6 +33,8 @@ from prime_rl.launch.runs import (
     held,
 )
 from prime_rl.paths import RunPaths, step_dir
+from prime_rl.resume import sources
+from prime_rl.transport.checkpoints import choose
 from prime_rl.transport.manifest import publish_dir
 
 NEW = Decision(Beginning.NEW)
@@ -262,6 +264,39 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond_and_resumes(paths):
     assert step_dir(paths.superseded / "1" / "rollouts", 2).is_dir()
 
 
+COUNTS_ANEW = ("--ckpt.resume-step", "2", "--ckpt.skip-progress")
+
+
+@pytest.mark.parametrize("supervised", [["--supervise"], ["--no-supervise"]])
+def test_of_a_run_that_counts_its_steps_anew_all_is_set_aside_before_either_process_starts(paths, supervised):
+    began(paths, "--ckpt", checkpoints=(2, 3), ended=("run_complete",))
+    with publish_dir(step_dir(paths.weights, 0)) as draft:
+        (draft / "content").write_text("of an earlier resume")
+    _, configs = entered(paths, *COUNTS_ANEW, *supervised)
+    assert [list(root.glob("step_*")) for root in (paths.checkpoints, paths.weights, paths.rollouts)] == [[]] * 3
+    for name in ("trainer", "orchestrator"):
+        ckpt = configs[name].ckpt
+        assert (ckpt.resume_step, ckpt.skip_progress, configs[name].recover) == (2, True, False)
+    roots = sources(paths, None, 2, counts_anew=True)
+    assert choose(roots, 2) == step_dir(paths.superseded / "1" / "checkpoints", 2)
+
+
+def test_counting_anew_is_begun_again_after_a_launcher_was_killed_and_gone_on_with_once_there_is_something(paths):
+    began(paths, "--ckpt", checkpoints=(2, 3), ended=("run_complete",))
+    for _ in range(2):  # the second time, all is aside already
+        decision, _ = entered(paths, *COUNTS_ANEW)
+        assert decision == Decision(Beginning.GOES_BACK, 2)
+        write_toml(rl(paths, *COUNTS_ANEW), paths.config("rl"))
+    assert [path.name for path in paths.superseded.iterdir()] == ["1"]
+    with publish_dir(step_dir(paths.weights, 0)) as draft:
+        (draft / "content").write_text("x")
+    for argv in (COUNTS_ANEW, ("--ckpt.skip-progress",)):
+        decision, configs = entered(paths, *argv)
+        assert decision == GOES_ON
+        assert (configs["trainer"].recover, configs["trainer"].ckpt.resume_step) == (True, 2)
+    assert [path.name for path in paths.superseded.iterdir()] == ["1"]
+
+
 @pytest.mark.parametrize("argv", [["--ckpt.resume-step", "-1"], ["--ckpt"]])
 def test_a_run_that_went_back_and_goes_on_still_knows_to_which_checkpoint(paths, argv):
     began(paths, "--ckpt", checkpoints=(1, 3), ended=("run_complete",))
@@ -304,6 +339,25 @@ def test_a_complete_run_has_nothing_to_recover(paths):
     finish(paths)
     assert not paths.recovery.exists()
     assert read_journal(paths.journal)[-1].event == "run_complete"
+
+
+def test_what_is_not_noted_as_complete_can_be_recovered(paths, monkeypatch):
+    began(paths)
+    with publish_dir(step_dir(paths.recovery, 2)) as draft:
+        (draft / "content").write_text("x")
+
+    def full(journal, line):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_append", full)
+        finish(paths)
+    assert step_dir(paths.recovery, 2).is_dir()
+    assert entered(paths)[0] == GOES_ON
+    with paths.journal.open("a") as file:
+        file.write("hm\n")
+    finish(paths)
+    assert step_dir(paths.recovery, 2).is_dir()
 
 
 HOLDS = (

@@ -15,6 +15,7 @@ from prime_rl.orchestrator.orchestrator import _serve_first_weights, _specs
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.state import encode
 from prime_rl.paths import RunPaths, step_dir
+from prime_rl.resume import go_back
 from prime_rl.transport.batches import STATE
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE
 from prime_rl.transport.manifest import publish_dir
@@ -194,19 +195,19 @@ def test_a_resumed_run_never_makes_a_batch_again_whose_state_is_missing(start, p
     assert step_dir(paths.rollouts, 2).exists()
 
 
-def test_after_skip_progress_batches_from_the_first_on_are_kept_and_a_checkpoint_that_is_aside_is_not_missed(
-    start, paths
-):
+def test_counting_anew_is_begun_again_until_there_is_a_batch_of_that_count(start, paths):
     asked = {"ckpt": {"resume_step": 2, "skip_progress": True}}
     checkpoint(paths.checkpoints, 2)
+    batch(paths, 1)
+    go_back(paths, 2, counts_anew=True)  # by the launcher
+    first = start(**asked)
+    assert (first.how, first.next_batch, first.state.next_batch) == (Begins.RESUMED, 0, 0)
+    checkpoint(paths.recovery, 0, state=False)  # by the trainer
     again = start(**asked, recover=True)
-    assert (again.how, again.next_batch, again.state.next_batch) == (Begins.RESUMED, 0, 0)
+    assert again == first
     batch(paths, 0)
     found = start(**asked, recover=True)
     assert (found.how, found.next_batch, found.state) == (Begins.RECOVERED, 1, state_of(num_batches=1))
-    step_dir(paths.rollouts, 0).rename(paths.output_dir / "aside")
-    step_dir(paths.checkpoints, 2).rename(paths.output_dir / "checkpoint")
-    assert start(**asked, recover=True) == Start(how=Begins.RECOVERED)
 
 
 def test_skip_buffer_and_skip_progress(start, paths):
@@ -215,10 +216,11 @@ def test_skip_buffer_and_skip_progress(start, paths):
     assert (without.next_batch, without.state.scheduler.groups, without.state.buffer.pools) == (2, [], {})
     batch(paths, 0)
     rows(paths, "orchestrator", range(2))
+    rows(paths, "eval", (0, 2), "eval/reward")
     anew = start(ckpt={"resume_step": 2, "skip_progress": True})
     assert (anew.next_batch, anew.state.next_batch, anew.state.scheduler.groups) == (0, 0, [])
     assert anew.state.buffer.pools == state_of(num_batches=2).buffer.pools
-    assert steps_of(paths, "orchestrator") == []
+    assert steps_of(paths, "orchestrator") == steps_of(paths, "eval") == []
     assert not step_dir(paths.rollouts, 0).exists()
 
 

@@ -4,8 +4,8 @@ anew       step 0, the model directory; a run directory that holds a run is refu
 resume     ckpt.resume_step: that checkpoint; what lies beyond it is set aside (`prime_rl.resume`)
 recover    the newest sound one of recovery/ and checkpoints/, or step 0; nothing is set aside but rows of metrics,
            and batches that are there are trained on again. Where the run was resumed, none older than that of
-           ckpt.resume_step; at that one, what the resume skips is skipped again (not after skip_progress, where steps
-           have other numbers)
+           ckpt.resume_step (with skip_progress, that of the resume where there is no other); at that one, what the
+           resume skips is skipped again
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from prime_rl.errors import ArtifactError
 from prime_rl.journal import Journal
 from prime_rl.logs import get_logger
 from prime_rl.paths import RunPaths, step_dir
-from prime_rl.resume import drop_rows, go_back
+from prime_rl.resume import drop_rows, go_back, sources
 from prime_rl.trainer.chance import set_chance
 from prime_rl.trainer.checkpoints.keeper import Progress
 from prime_rl.trainer.ckpt import Record, Stateful, load_state, read_record
@@ -107,40 +107,40 @@ def choose_start(config: TrainerConfig | SFTConfig, ranks: Ranks) -> Start:
     kind = kind_of(config)
     with activity.doing("choosing where to begin"):
         chosen = _chosen(config, kind) if ranks.is_leader else None
-    checkpoint = ranks.told(chosen)
-    if checkpoint is None:
+    chosen = ranks.told(chosen)
+    if chosen is None:
         return Start(kind=kind)
+    checkpoint, is_skipping = chosen
     record = read_record(checkpoint / TRAINER_STATE)
     if not record.has_optimizer:
         raise ArtifactError(
             f"{checkpoint} holds weights alone (ckpt.weights_only), from which no run can be resumed; begin a new run "
             f"with model.name = {step_dir(RunPaths(config.output_dir).weights, record.step)}, or resume from another"
         )
-    is_there_again = record.step == _resumed_from(config) and config.ckpt is not None and not config.ckpt.skip_progress
-    is_skipping = kind == "resume" or is_there_again
     return Start(kind=kind, checkpoint=checkpoint, record=record, skip=config.ckpt if is_skipping else None)
 
 
-def _chosen(config: TrainerConfig | SFTConfig, kind: Kind) -> Path | None:
-    """Rank 0's."""
-    root, recovery = checkpoint_root(config), RunPaths(config.output_dir).recovery
+def _chosen(config: TrainerConfig | SFTConfig, kind: Kind) -> tuple[Path, bool] | None:
+    """Rank 0's: the checkpoint, and whether it is the one that the user has chosen, of which some may be skipped."""
+    paths, ckpt = RunPaths(config.output_dir), config.ckpt
+    counts_anew = ckpt is not None and ckpt.skip_progress
+    step = _resumed_from(config) if kind == "recover" else None if ckpt is None else ckpt.resume_step
     if kind == "recover":
-        has_all = config.ckpt is None or not config.ckpt.weights_only
-        newest, resumed_from = newest_sound([recovery, root] if has_all else [recovery]), _resumed_from(config)
-        if resumed_from is None or (newest is not None and step_of(newest) >= resumed_from):
-            return newest
-        return choose([_source_root(config), recovery], resumed_from)
-    if kind == "resume":
-        assert config.ckpt is not None
-        assert config.ckpt.resume_step is not None
-        return choose([_source_root(config), recovery], config.ckpt.resume_step)
-    return None
+        root, has_all = checkpoint_root(config), ckpt is None or not ckpt.weights_only
+        newest = newest_sound([paths.recovery, root] if has_all else [paths.recovery])
+        if newest is not None and (step is None or counts_anew or step_of(newest) >= step):
+            return newest, not counts_anew and step_of(newest) == step
+    if step is None:
+        return None
+    return choose(sources(paths, _source_root(config), step, counts_anew=counts_anew), step), True
 
 
 def _resumed_from(config: TrainerConfig | SFTConfig) -> int | None:
     """The checkpoint that a run which recovers was resumed from; None: it was not, or which one is not said."""
-    step = config.ckpt.resume_step if config.ckpt is not None else None
-    return step if step is not None and step >= 0 else None
+    ckpt = config.ckpt
+    if ckpt is None or ckpt.resume_step is None:
+        return None
+    return ckpt.resume_step if ckpt.resume_step >= 0 or ckpt.skip_progress else None
 
 
 def load_start(start: Start, *, model: TrainedModel, optimizer: Stateful, data: Seekable | None, ranks: Ranks) -> None:
@@ -168,7 +168,9 @@ def clear_way(config: TrainerConfig | SFTConfig, start: Start, journal: Journal,
         return
     paths, root, step = RunPaths(config.output_dir), checkpoint_root(config), start.first_step
     if start.kind == "resume":
-        aside = go_back(paths, step, owns=("trainer",), checkpoints=None if root == paths.checkpoints else root)
+        assert start.record is not None
+        counts_anew = config.ckpt is not None and config.ckpt.skip_progress
+        aside = go_back(paths, start.record.step, owns=("trainer",), checkpoints=root, counts_anew=counts_anew)
         if aside is not None:
             _logger.info("What lay beyond step %d of this run is in %s", step, aside)
     else:

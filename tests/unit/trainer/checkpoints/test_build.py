@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from prime_rl import activity
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.journal import history, read_journal
@@ -16,10 +17,11 @@ from prime_rl.trainer import build
 from prime_rl.trainer.checkpoints import writer
 from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper
 from prime_rl.trainer.ckpt import read_record
+from prime_rl.trainer.publish.publishers import WeightPublisher
 from prime_rl.trainer.rl.build import train_rl
 from prime_rl.transport.batches import STATE, BatchReader, BatchWriter
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, complete_checkpoints, verify
-from prime_rl.transport.manifest import complete_steps
+from prime_rl.transport.manifest import complete_steps, publish_dir
 from prime_rl.transport.weights import load_weights
 
 
@@ -235,6 +237,34 @@ def test_what_was_skipped_is_not_in_the_recovery_checkpoint_either(config, recor
     assert (before, read_record(source / "trainer").schedule_step) == (2, 0)
 
 
+@pytest.mark.parametrize("killed_at", ["publish_again", "save_recovery", "_step"])
+def test_counting_anew_survives_a_kill_at_once(config, recorded, monkeypatch, killed_at):
+    """The checkpoint that it goes on from is not lost, nor its weights mistaken for those of an earlier run."""
+    for name in ("whole", "run"):
+        recorded(8, name)
+        with killed_in(4):
+            train_rl(config(name, ckpt={"interval": 4}, keep_batches=True))
+        with publish_dir(RunPaths(config(name).output_dir).weights / "step_0") as draft:
+            (draft / "content").write_text("of an earlier resume")
+    values = {"ckpt": {"interval": 6, "resume_step": 4, "skip_progress": True}, "recovery_interval": 1000}
+    train_rl(config("whole", **values))
+
+    def die(*arguments, **named) -> None:
+        raise Killed
+
+    where = {"publish_again": WeightPublisher, "save_recovery": CheckpointKeeper, "_step": build.Trainer}[killed_at]
+    with monkeypatch.context() as patch:
+        patch.setattr(where, killed_at, die)
+        with pytest.raises(Killed):
+            train_rl(config(**values))
+    paths = RunPaths(config().output_dir)
+    assert not (paths.weights / "step_0" / "content").exists()
+    train_rl(config(**values, recover=True))
+    assert are_equal(config(), config("whole"))
+    assert [entry.step for entry in history(read_journal(paths.journal))] == list(range(8))
+    assert complete_checkpoints(paths.checkpoints) == [6, 8]
+
+
 def test_a_run_that_goes_on_has_a_recovery_checkpoint_after_its_first_step(config, recorded):
     recorded(8)
     with killed_in(3):
@@ -254,6 +284,26 @@ def test_weights_beside_a_recovery_checkpoint_go_with_it_at_the_end(config, reco
     paths = RunPaths(config().output_dir)
     assert complete_checkpoints(paths.recovery) == []
     assert complete_steps(paths.weights) == [6, 7, 8]
+
+
+def test_under_a_launcher_the_recovery_checkpoint_stays_and_a_run_may_be_given_more_steps(
+    config, recorded, monkeypatch
+):
+    constant = {"scheduler": {"type": "constant"}}
+    for name in ("whole", "run"):
+        recorded(10, name)
+    train_rl(config("whole", max_steps=10, **constant))
+    monkeypatch.setenv(activity.SUPERVISED, "trainer")
+    with recovery_after(4):
+        train_rl(config(recovery_interval=1000, max_async_level=1, **constant))
+    paths = RunPaths(config().output_dir)
+    assert complete_checkpoints(paths.recovery) == [4]
+    assert complete_steps(paths.weights) == [6, 7, 8], "but no weights beside it"
+    assert min(complete_steps(paths.rollouts)) == 3
+    train_rl(config(recover=True, max_steps=10, recovery_interval=1000, max_async_level=1, **constant))
+    ours, theirs = (tensors(one, 10) for one in (config(), config("whole")))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert [entry.step for entry in history(read_journal(paths.journal))] == list(range(10))
 
 
 def test_a_run_without_its_merged_model_is_not_complete(config, recorded, model_dir):

@@ -8,6 +8,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ArtifactError
 from prime_rl.journal import Journal, history, read_journal
 from prime_rl.paths import RunPaths
+from prime_rl.resume import go_back
 from prime_rl.trainer.chance import chance_now
 from prime_rl.trainer.checkpoints.start import Start, choose_start, clear_way, earlier_checkpoints, kind_of
 from prime_rl.trainer.ckpt import Record, write_record
@@ -96,7 +97,7 @@ def test_recovering_takes_the_newest_sound_one_or_the_beginning_and_skips_nothin
     assert start(tmp_path, recover=True) == Start(kind="recover")
     publish(tmp_path / "checkpoints", 4)
     publish(tmp_path / "recovery", 6)
-    found = start(tmp_path, recover=True, ckpt={"resume_step": 4, "skip_progress": True})
+    found = start(tmp_path, recover=True)
     assert (found.checkpoint, found.first_step) == (tmp_path / "recovery" / "step_6", 6)
     damage(tmp_path / "recovery" / "step_6")
     with caplog.at_level(logging.WARNING, logger="prime_rl"):
@@ -116,6 +117,24 @@ def test_recovering_begins_as_resumed_until_there_is_something_newer(tmp_path):
     publish(tmp_path / "recovery", 6)
     found = start(tmp_path, recover=True, **resumed)
     assert (found.first_step, found.skips_anything) == (6, False)
+
+
+@pytest.mark.parametrize("step", [4, -1])
+def test_recovering_after_counting_anew_begins_so_again_until_there_is_a_checkpoint_of_that_count(tmp_path, step):
+    publish(tmp_path / "checkpoints", 4, schedule_step=6)
+    resumed = {"ckpt": {"resume_step": step, "skip_progress": True}}
+    first = start(tmp_path, **resumed)
+    go_back(RunPaths(tmp_path), 4, counts_anew=True)
+    source = tmp_path / "superseded" / "1" / "checkpoints" / "step_4"
+    for values, kind in ((resumed, "resume"), (resumed | {"recover": True}, "recover")):
+        found = start(tmp_path, **values)
+        assert (found.kind, found.checkpoint, found.first_step) == (kind, source, 0)
+        assert found.progress() == first.progress()
+    for root, number in (("recovery", 0), ("checkpoints", 4)):
+        publish(tmp_path / root, number, schedule_step=number + 6)
+        found = start(tmp_path, recover=True, **resumed)
+        assert (found.checkpoint, found.first_step) == (tmp_path / root / f"step_{number}", number)
+        assert (found.progress().schedule_ahead, found.skips_anything) == (6, False)
 
 
 def test_recovering_goes_no_further_back_than_the_checkpoint_of_the_resume(tmp_path):
