@@ -208,9 +208,11 @@ def begin(process: str, config: ProcessConfig) -> None:
         return
     paths = RunPaths(config.output_dir)
     is_launched = lifeline.VARIABLE in os.environ
-    if process in SERVICES and _tells_of_results(paths.config(process), config, paths):
+    if is_launched:
+        pass  # its launcher has, under the name that it gave it
+    elif process in SERVICES and _tells_of_results(paths.config(process), config, paths):
         print(f"{process}: note: {paths.config(process)} stays as the run here was made with", file=sys.stderr)
-    elif not is_launched:
+    else:
         record_config(config, process, paths)
     file = paths.log(process) if config.log.file and not is_launched else None
     setup_logging(process, config.log.level, file, as_json=config.log.json_logging)

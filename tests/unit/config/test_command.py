@@ -117,7 +117,11 @@ def test_a_server_beside_a_finished_run_leaves_its_configuration_alone(capsys, m
     Path("outputs/weights/step_1").mkdir(parents=True)
     begin("inference", config.model_copy(update={"seed": 7}))
     assert "stays as the run here was made with" in capsys.readouterr().err
+    monkeypatch.setenv(lifeline.VARIABLE, lifeline.launcher_token())
+    begin("inference", config.model_copy(update={"seed": 7}))
+    assert capsys.readouterr().err == "", "its launcher has recorded its configuration under another name"
     assert load(InferenceConfig, ["@", "outputs/configs/inference.toml"], {}).seed == 42
+    monkeypatch.delenv(lifeline.VARIABLE)
     with pytest.raises(SystemExit, match="choose another directory"):
         run_command("inference", InferenceConfig, print, argv=["--seed", "7", "--dry-run"])
 
