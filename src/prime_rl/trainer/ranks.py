@@ -5,15 +5,16 @@ gradients      NCCL or gloo      parameters and gradients, by the mesh of `model
 tell / hear    gloo, patient     what rank 0 has decided and all must do: waiting is its business alone
 gathered       gloo              metrics
 saving         gloo, patient     checkpoints, in a thread of each rank
-told           gloo, patient     which checkpoint to begin with, before there are such threads
+told           gloo              what rank 0 finds on the disk before the first step; its signs of life renew the wait
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,13 @@ import torch.distributed as dist
 from prime_rl import activity
 from prime_rl.errors import ConfigError
 from prime_rl.lifeline import WRITING_S
+
+SIGN_S: Final = 5.0
+"""Between two signs of life of rank 0."""
+STALLED_S: Final = 600.0
+"""Rank 0 that got no further for so long gives no more of them: the disk hangs."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +46,6 @@ class Ranks:
     """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
     patience_s: float | None = None
     """How long that is."""
-    saving_s: float | None = None
-    """How long ranks wait for one another in `saving`."""
 
     @property
     def is_leader(self) -> bool:
@@ -58,14 +64,37 @@ class Ranks:
             dist.broadcast_object_list(words, src=0, group=self.words)
         return words[0]
 
-    def told(self, value: Any) -> Any:
-        """`value` of rank 0, on every rank; the others wait while it reads files of any size."""
-        if self.control is None:
-            return value
-        values = [value]
-        with activity.waiting(activity.own_name(), "rank 0 to read the disk", deadline_s=self.saving_s):
-            dist.broadcast_object_list(values, src=0, group=self.saving)
-        return values[0]
+    def told(self, doing: str, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, on every rank. The others wait for as long as it gets on (`activity.beat`).
+
+        Raises: what `work` does, on rank 0.
+        """
+        words: list[Any] = [None]
+        if not self.is_leader:
+            with activity.waiting(activity.own_name(), f"rank 0: {doing}", deadline_s=STALLED_S) as waiting:
+                while words[0] is None:
+                    dist.broadcast_object_list(words, src=0, group=self.control)
+                    waiting.renew()
+            return cast(T, words[0][0])
+        with activity.doing(doing, deadline_s=STALLED_S) as task:
+            if self.control is None:
+                return work()
+            is_done = threading.Event()
+            signs = threading.Thread(target=self._give_signs, args=(task, is_done), name="signs", daemon=True)
+            signs.start()
+            try:
+                words[0] = (work(),)
+            finally:
+                is_done.set()
+            signs.join()
+        dist.broadcast_object_list(words, src=0, group=self.control)
+        return cast(T, words[0][0])
+
+    def _give_signs(self, task: activity.Task, is_done: threading.Event) -> None:
+        """In a thread of rank 0: tell the others now and then that it gets on with `task`, while it does."""
+        while not is_done.wait(SIGN_S):
+            if task.seconds < STALLED_S:
+                dist.broadcast_object_list([None], src=0, group=self.control)
 
     def gathered(self, value: Any) -> list[Any]:
         """`value` of every rank, in their order, on every rank."""
@@ -108,8 +137,7 @@ def joined(
         dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + patience))
-    saving_s = timeout + WRITING_S
-    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=saving_s))
+    saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + WRITING_S))
     yield Ranks(
         rank=rank,
         size=size,
@@ -118,7 +146,6 @@ def joined(
         saving=saving,
         words=words,
         patience_s=timeout + patience,
-        saving_s=saving_s,
     )
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 

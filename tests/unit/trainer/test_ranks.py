@@ -1,8 +1,16 @@
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.doubles.ranks import on_ranks
 
+from prime_rl import activity
 from prime_rl.errors import ConfigError
+from prime_rl.trainer import ranks as module
 from prime_rl.trainer.ranks import ALONE, Ranks, joined
 
 CPU = torch.device("cpu")
@@ -50,8 +58,36 @@ def talk(ranks: Ranks) -> tuple[list[str], list[int], str]:
     if ranks.is_leader:
         for word in words:
             ranks.tell(word)
-    return words, ranks.gathered(ranks.rank * 10), ranks.told(f"of {ranks.rank}")
+    return words, ranks.gathered(ranks.rank * 10), ranks.told("reading", lambda: f"of {ranks.rank}")
 
 
 def test_all_hear_what_the_first_one_tells_and_know_what_all_have():
     assert on_ranks(3, talk) == [(["one", "two"], [0, 10, 20], "of 0")] * 3
+
+
+LIMIT_S = 3.0
+
+
+def wait_for_a_reader(ranks: Ranks) -> tuple[str, str]:
+    """What rank 0 reads, for longer than anybody waits for a word; once getting on with it, and once not."""
+    module.SIGN_S, module.STALLED_S = 0.2, 1.0
+    patient = replace(ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S)))
+
+    def read(beat: Callable[[], None]) -> str:
+        end = time.monotonic() + LIMIT_S + 1
+        while time.monotonic() < end:
+            beat()
+            time.sleep(0.05)
+        return "read"
+
+    found = patient.told("reading", lambda: read(activity.beat))
+    try:
+        return found, patient.told("reading", lambda: read(lambda: None))
+    except RuntimeError as error:
+        return found, type(error).__name__
+
+
+def test_ranks_wait_for_the_first_one_for_as_long_as_it_gets_on():
+    leader, other = on_ranks(2, wait_for_a_reader)
+    assert leader[0] == other[0] == "read"
+    assert other[1] != "read"

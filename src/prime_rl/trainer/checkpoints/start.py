@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prime_rl import activity
 from prime_rl.config.artifacts import TrainerCheckpointConfig
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.errors import ArtifactError
@@ -105,9 +104,7 @@ def choose_start(config: TrainerConfig | SFTConfig, ranks: Ranks) -> Start:
     Raises: ArtifactError where there is none to resume from, it is damaged, or holds weights alone.
     """
     kind = kind_of(config)
-    with activity.doing("choosing where to begin"):
-        chosen = _chosen(config, kind) if ranks.is_leader else None
-    chosen = ranks.told(chosen)
+    chosen = ranks.told("choosing where to begin", lambda: _chosen(config, kind))
     if chosen is None:
         return Start(kind=kind)
     checkpoint, is_skipping = chosen

@@ -5,7 +5,6 @@ from pathlib import Path
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ArtifactError, ConfigError
-from prime_rl.logs import get_logger
 from prime_rl.models.hf import resolve_model, vocab_size
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.build import Inputs, train
@@ -19,20 +18,12 @@ from prime_rl.transport.manifest import complete_steps, latest_step
 # Inference may be loading the oldest weights it is allowed to use while the next two steps are published.
 _KEEP_BEYOND_ASYNC_LEVEL = 2
 
-_logger = get_logger(__name__)
-
 
 def train_rl(config: TrainerConfig) -> None:
     """Train on the batches of `output_dir`, on recorded or on made-up ones, until `max_steps`.
 
     Raises: PrimeRLError of any kind, with what to do in its message.
     """
-    kind = kind_of(config)
-    if kind == "anew":
-        _check_unused(config)
-    if kind == "recover" and _is_complete(config):
-        _logger.info("All %s steps are made: nothing is left to train", config.max_steps)
-        return
     directory = resolve_model(config.model.name)
     longest, max_steps, recorded = config.model.seq_len, config.max_steps, RunPaths(config.output_dir).rollouts
     teacher_tau = 0.0 if isinstance(config.loss, CustomLossConfig) else config.loss.teacher_tau
@@ -66,6 +57,7 @@ def train_rl(config: TrainerConfig) -> None:
         max_steps=max_steps,
         level=config.max_async_level,
         recorded=None if fake is not None else recorded,
+        is_complete=lambda: _is_complete(config),
     )
     train(config, inputs)
 
@@ -92,7 +84,14 @@ def _check_elsewhere(config: TrainerConfig, replay: Path) -> None:
 
 
 def _is_complete(config: TrainerConfig) -> bool:
-    """Whether a run that is to go on has made its last step, and written all that it leaves."""
+    """Whether a run that is to go on has made its last step, and written all that it leaves.
+
+    Raises: ArtifactError as `_check_unused`.
+    """
+    if kind_of(config) == "anew":
+        _check_unused(config)
+    if kind_of(config) != "recover":
+        return False
     last, paths, lora = config.max_steps, RunPaths(config.output_dir), config.model.lora
     if last is None or last not in complete_steps(paths.weights):
         return False
