@@ -33,6 +33,14 @@ def launcher_token() -> str:
     return f"{os.getpid()}:{_started(os.getpid())}"
 
 
+def boot_id() -> str:
+    """Another one every time that this machine starts; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def token_of(pid: int) -> str | None:
     """The same of another process; None for one that is gone, or only waits to be reaped."""
     started = _started(pid)

@@ -43,7 +43,7 @@ from prime_rl.launch.servers import check_ports
 from prime_rl.launch.supervise import over_files, recovering
 from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
 from prime_rl.resume import go_back, sources
-from prime_rl.transport.checkpoints import choose, step_of
+from prime_rl.transport.checkpoints import choose, remove_lost, step_of
 
 LEFTOVER_S: Final = 30.0
 """Seconds in which what a killed launcher has left ends by itself; then it is killed. Nothing is lost by that."""
@@ -178,6 +178,8 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
     if decision.step is not None:
         assert config.ckpt is not None
         go_back(paths, decision.step, checkpoints=config.ckpt.output_dir, counts_anew=config.ckpt.skip_progress)
+    if decision.beginning is not Beginning.NEW:
+        _remove_lost(paths, entries)
     Journal(paths.journal, "launcher").note(
         "run_started",
         step=decision.step,
@@ -186,6 +188,7 @@ def enter(config: RLConfig, specs: Sequence[ProcessSpec], paths: RunPaths) -> tu
         supervised=int(config.supervise),
         token=lifeline.launcher_token(),
         host=socket.gethostname(),
+        boot=lifeline.boot_id(),
     )
     step = decision.step if decision.step is not None else _resumed_from(entries)
     return decision, [replace(spec, config=spec.config and _begun(spec.config, decision, step)) for spec in specs]
@@ -200,6 +203,22 @@ def finish(paths: RunPaths) -> None:
         is_noted = False
     if is_noted:
         shutil.rmtree(paths.recovery, ignore_errors=True)
+
+
+def _remove_lost(paths: RunPaths, entries: Sequence[Entry]) -> None:
+    """Weights that are soon removed again are not forced to disk: what a crash of the machine cut is made again.
+
+    As long as the machine is up, whatever was killed, what was written is there, and need not be read.
+    """
+    boots = [entry.facts.get("boot") for entry in entries if entry.event == "run_started"]
+    if lifeline.boot_id() and boots and boots[-1] == lifeline.boot_id():
+        return
+    for step in remove_lost(paths.weights):
+        print(
+            f"rl: weights {step} were not all on disk when the machine went down; they are removed, and come again "
+            "when their step is trained again",
+            file=sys.stderr,
+        )
 
 
 def end_leftovers(entries: Sequence[Entry]) -> None:

@@ -17,7 +17,7 @@ from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.paths import step_dir
 from prime_rl.transport import manifest
-from prime_rl.transport.manifest import STEP_NAME, complete_steps
+from prime_rl.transport.manifest import STEP_NAME, complete_steps, read_manifest, remove_dir
 
 TRAINER_STATE: Final = "trainer"
 ORCHESTRATOR_STATE: Final = "orchestrator/state.msgpack"
@@ -84,6 +84,24 @@ def newest_sound(roots: Sequence[Path]) -> Path | None:
         else:
             return path
     return None
+
+
+def remove_lost(root: Path) -> list[int]:
+    """The machine went down: remove what was not forced to disk under `root` and did not get there; the steps of it.
+
+    `root`: of weights, where nobody writes or reads now.
+    """
+    lost = []
+    for final in root.glob("step_*"):
+        if (match := STEP_NAME.fullmatch(final.name)) is None:
+            continue
+        try:
+            if not read_manifest(final).durable:
+                verify(final)
+        except ArtifactError:
+            remove_dir(final)
+            lost.append(int(match[1]))
+    return sorted(lost)
 
 
 def _offer(found: Sequence[Path], damaged: int) -> str:

@@ -35,7 +35,7 @@ from prime_rl.launch.runs import (
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.resume import sources
 from prime_rl.transport.checkpoints import choose
-from prime_rl.transport.manifest import publish_dir
+from prime_rl.transport.manifest import complete_steps, draft_dir, publish_dir, remove_dir
 
 NEW = Decision(Beginning.NEW)
 GOES_ON = Decision(Beginning.GOES_ON)
@@ -325,6 +325,21 @@ def test_with_clean_everything_is_deleted_even_under_a_damaged_journal(paths):
     assert not paths.weights.exists()
     assert not configs["trainer"].recover
     assert [entry.facts["attempt"] for entry in read_journal(paths.journal)] == [1]
+
+
+@pytest.mark.parametrize(("boot", "left"), [("another", [1, 3]), (lifeline.boot_id(), [1, 2, 3])])
+def test_weights_that_were_cut_when_the_machine_went_down_are_removed_and_said(paths, capsys, boot, left):
+    began(paths)
+    for step in (2, 3):
+        remove_dir(step_dir(paths.weights, step))
+        with draft_dir(step_dir(paths.weights, step), durable=False) as draft:
+            (draft.directory / "content").write_text("x")
+    (step_dir(paths.weights, 2) / "content").write_text("")
+    Journal(paths.journal, "launcher").note("run_started", supervised=1, token="1:1", host="here", boot=boot)
+    assert enter(rl(paths), [], paths)[0] == GOES_ON
+    assert complete_steps(paths.weights) == left
+    assert ("rl: weights 2 were not all on disk" in capsys.readouterr().err) == (left == [1, 3])
+    assert read_journal(paths.journal)[-1].facts["boot"] == lifeline.boot_id()
 
 
 def test_a_run_without_supervision_has_no_recovery_checkpoint(paths):

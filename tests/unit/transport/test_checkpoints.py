@@ -10,10 +10,11 @@ from prime_rl.transport.checkpoints import (
     choose,
     complete_checkpoints,
     newest_sound,
+    remove_lost,
     step_of,
     verify,
 )
-from prime_rl.transport.manifest import publish_dir
+from prime_rl.transport.manifest import draft_dir, publish_dir
 
 
 def publish(root: Path, step: int) -> Path:
@@ -88,6 +89,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_when_a_run_goes_on(t
     assert "step_20 is passed over" in caplog.text
     damage(tmp_path / "step_10")
     assert newest_sound([tmp_path]) is None
+
+
+def test_what_a_crash_of_the_machine_has_cut_is_removed_where_it_was_not_forced_to_disk(tmp_path):
+    for step in range(1, 7):
+        with draft_dir(tmp_path / f"step_{step}", durable=step == 1) as draft:
+            (draft.directory / "a").write_text("alpha")
+    (tmp_path / "step_1" / "a").write_text("")  # forced to disk: it is not read
+    (tmp_path / "step_3" / "a").write_text("alp")
+    (tmp_path / "step_4" / "a").write_bytes(bytes(5))
+    (tmp_path / "step_5" / "STABLE").write_text("")
+    (tmp_path / "step_6" / "STABLE").unlink()
+    assert remove_lost(tmp_path) == [3, 4, 5, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+    assert remove_lost(tmp_path / "nothing") == []
 
 
 def test_verify_names_a_missing_file(tmp_path):

@@ -132,7 +132,7 @@ class WeightPublisher:
         """Raises: ArtifactError when these weights, or those before, cannot be written."""
         if not self._retention.is_wanted(step):
             return
-        if step <= self._retention.published_before:
+        if self._retention.is_published(step):
             self.compare(step)
             return
         self.note("weights_begun", step)
@@ -220,7 +220,7 @@ class AdapterPublisher:
         """Raises: ArtifactError when the adapter cannot be written, or a merged model before."""
         if not self._retention.is_wanted(step):
             return
-        if step > self._retention.published_before:
+        if not self._retention.is_published(step):
             if self._journal is not None:
                 self._journal.note("weights_begun", step=step)
             self._write(step, *self._gathered())

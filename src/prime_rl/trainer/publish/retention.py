@@ -59,7 +59,8 @@ class Retention:
     keep_last: int | None
     beside: BesideCheckpoints = NO_CHECKPOINTS
     published_before: int = 0
-    """Up to this step weights were published before the run was begun again: what is gone of them is not needed."""
+    """Up to this step weights were published before the run was begun again: what is gone of them, but for the newest,
+    is not needed."""
 
     def is_last(self, step: int) -> bool:
         """Whether training ends with this step."""
@@ -87,6 +88,11 @@ class Retention:
     def tidy(self) -> None:
         """Remove what nobody can need any more once the run is complete, and all of it published."""
         self.remove_old(max(complete_steps(self.root), default=0))
+
+    def is_published(self, step: int) -> bool:
+        """Whether these weights need not be written. Of the newest, one that is gone was lost with the machine."""
+        is_among_newest = self.keep_last is not None and step > self.published_before - self.keep_last
+        return step <= self.published_before and (self.is_there(step) or not is_among_newest)
 
     def is_there(self, step: int) -> bool:
         """Whether the weights of this step are on disk."""

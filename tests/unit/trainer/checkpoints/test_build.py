@@ -19,6 +19,7 @@ from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper
 from prime_rl.trainer.ckpt import read_record
 from prime_rl.trainer.publish.publishers import WeightPublisher
 from prime_rl.trainer.rl.build import train_rl
+from prime_rl.transport import checkpoints
 from prime_rl.transport.batches import STATE, BatchReader, BatchWriter
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, complete_checkpoints, verify
 from prime_rl.transport.manifest import complete_steps, publish_dir
@@ -111,6 +112,26 @@ def test_without_ckpt_nothing_is_saved_and_every_batch_stays(config, recorded):
     paths = RunPaths(run.output_dir)
     assert not paths.checkpoints.exists()
     assert complete_steps(paths.rollouts) == list(range(8))
+
+
+def test_weights_that_were_lost_with_the_machine_are_trained_again(config, recorded):
+    for name in ("whole", "run"):
+        recorded(4, name)
+    train_rl(config("whole", max_steps=4))
+    weights = RunPaths(config().output_dir).weights
+    with killed_in(3), pytest.MonkeyPatch.context() as patch:
+        is_due = iter([True])
+        patch.setattr(CheckpointKeeper, "wants_recovery", lambda keeper: next(is_due, False))
+        train_rl(config(max_steps=4, recovery_interval=1000))
+    shard = weights / "step_2" / "model.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    shard = weights / "step_3" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert checkpoints.remove_lost(weights) == [2, 3]
+    train_rl(config(max_steps=4, recover=True, recovery_interval=1000))
+    for step in (2, 3, 4):
+        ours, theirs = tensors(config(), step), tensors(config("whole"), step)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 def test_a_killed_trainer_goes_on_from_its_recovery_checkpoint_and_counts_every_batch_once(config, recorded, caplog):

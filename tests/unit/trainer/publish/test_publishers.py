@@ -33,7 +33,7 @@ from prime_rl.trainer.publish.retention import Retention, removable
 from prime_rl.trainer.ranks import ALONE
 from prime_rl.transport.broadcasts import fall_back, fallback_reason, finish, ready_file
 from prime_rl.transport.checksum import checksum, entries
-from prime_rl.transport.manifest import complete_steps, read_manifest, verify
+from prime_rl.transport.manifest import complete_steps, read_manifest, remove_dir, verify
 from prime_rl.transport.weights import load_weights
 
 ROOT = Path(__file__).parents[4]
@@ -85,6 +85,19 @@ def test_sft_publishes_multiples_and_the_last_step_and_removes_nothing(decoder, 
         weights.publish(step)
     weights.finish()
     assert complete_steps(tmp_path / "weights") == [3, 6, 7]
+
+
+def test_of_weights_published_before_the_newest_that_are_gone_are_written_again(decoder, model_dir, tmp_path):
+    for step in range(1, 5):
+        publish(publisher(decoder, model_dir, tmp_path, keep_last=9), step)
+    before = {step: (tmp_path / f"step_{step}" / "STABLE").stat().st_mtime_ns for step in (2, 4)}
+    for lost in (1, 3):
+        remove_dir(tmp_path / f"step_{lost}")
+    again = publisher(decoder, model_dir, tmp_path, keep_last=3, published_before=4)
+    for step in (1, 2, 3, 4):
+        publish(again, step)
+    assert complete_steps(tmp_path) == [2, 3, 4]
+    assert {step: (tmp_path / f"step_{step}" / "STABLE").stat().st_mtime_ns for step in (2, 4)} == before
 
 
 def test_weights_are_published_in_the_dtype_asked_for(decoder, model_dir, tmp_path):
