@@ -19,6 +19,7 @@ import msgspec
 
 from prime_rl.config.evals import EvalSamplingConfig
 from prime_rl.config.sampling import TrainSamplingConfig
+from prime_rl.disk import no_handles
 
 Split = Literal["train", "eval"]
 Api = Literal["auto", "classic", "v1"]
@@ -63,11 +64,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, kind: FailureKind, error: BaseException) -> Failure:
-        """The failure that `error` is; an exception without a message is described by its cause."""
+        """The failure that `error` is; an exception without a message is described by its cause, and so is one behind
+        which files or connections ran out."""
         root = error
         while not str(root) and root.__cause__ is not None:
             root = root.__cause__
-        message = (str(root) or repr(root))[:MAX_MESSAGE_CHARS]
+        message = (no_handles(error) or str(root) or repr(root))[:MAX_MESSAGE_CHARS]
         encodable = message.encode("utf-8", errors="replace").decode("utf-8")
         return cls(kind=kind, type=type(root).__name__, message=encodable)
 

@@ -1,8 +1,13 @@
+import errno
+import os
+
+import httpx
 import pytest
 
 from prime_rl.config.evals import EvalSamplingConfig
 from prime_rl.config.sampling import TrainSamplingConfig
-from prime_rl.environments.rollouts import Rollout, sampling_args
+from prime_rl.disk import max_handles
+from prime_rl.environments.rollouts import Failure, FailureKind, Rollout, sampling_args
 
 
 def test_what_is_not_set_is_left_to_the_server():
@@ -29,6 +34,19 @@ def test_everything_that_is_set_is_sent():
 @pytest.mark.parametrize("rollout_id", [0, 5])
 def test_rollouts_with_one_seed_differ_and_each_is_the_same_again(rollout_id):
     assert sampling_args(TrainSamplingConfig(seed=7), rollout_id=rollout_id)["seed"] == 7 + rollout_id
+
+
+def test_a_failure_for_want_of_files_or_connections_says_so_whatever_a_library_makes_of_it():
+    try:
+        try:
+            raise httpx.ConnectError("All connection attempts failed") from OSError(errno.EMFILE, os.strerror(24))
+        except httpx.ConnectError as error:
+            raise RuntimeError("Connection error.") from error
+    except RuntimeError as error:
+        failure = Failure.of(FailureKind.INFERENCE, error)
+    words = f"this process has as many files and connections open as it may, {max_handles()}: allow more in the shell"
+    assert failure.message.startswith(words)
+    assert Failure.of(FailureKind.INFERENCE, RuntimeError("Connection error.")).message == "Connection error."
 
 
 def test_a_conversation_is_one_line():
