@@ -113,8 +113,8 @@ def test_a_run_that_counts_its_steps_anew_reaches_its_last_one_though_a_process_
     how = "--supervise" if supervised else "--no-supervise"
     anew = ("--ckpt.interval", "4", "--ckpt.resume-step", "4", "--ckpt.skip-progress")
     again = start_rl(*anew, how, steps=6)
-    for victim in ("trainer", "orchestrator") if supervised else ():
-        await_true(f"{victim} to begin", lambda: victim in again.children())  # noqa: B023
+    for victim, event in (("trainer", "resumed"), ("orchestrator", "recovered")) if supervised else ():
+        await_true(f"{victim} to begin", lambda event=event: noted(again, event) != [])
         os.kill(again.children()[victim].pid, signal.SIGKILL)
     complete(again, 6)
     aside = again.paths.superseded / "1"
