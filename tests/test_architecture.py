@@ -16,6 +16,7 @@ from prime_rl.config.schema import all_sections, documentation, target_of
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "prime_rl").rglob("*.py")) + sorted((ROOT / "environments").rglob("*.py"))
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 600
+MODEL = str(ROOT / "examples/reverse_text_cpu/model")
 COMMAND_OF_FILE = {
     "train": "trainer",
     "orch": "orchestrator",
@@ -146,10 +147,21 @@ def test_help_loads_neither_torch_nor_verifiers(command):
     assert result.stdout.startswith(f"usage: {command}")
 
 
-def test_a_model_of_one_process_is_made_without_what_takes_seconds_to_import():
+SERVES = f"import prime_rl.inference.embedded; from prime_rl.models.hf import load_decoder; load_decoder({MODEL!r})"
+TRAINS = f"""
+from pathlib import Path
+import prime_rl.trainer.rl.build
+from prime_rl.config.trainer import TrainerModelConfig
+from prime_rl.trainer.model.build import build_model
+from prime_rl.trainer.ranks import ALONE
+build_model(TrainerModelConfig(name={MODEL!r}), Path({MODEL!r}), ALONE, seed=0)
+"""
+
+
+@pytest.mark.parametrize("made", [SERVES, TRAINS], ids=["server", "trainer"])
+def test_a_model_of_one_process_is_made_without_what_takes_seconds_to_import(made):
     code = (
-        "import sys, prime_rl.inference.embedded; from prime_rl.models.hf import load_decoder\n"
-        f"load_decoder({str(ROOT / 'examples/reverse_text_cpu/model')!r})\n"
+        f"import sys\n{made}\n"
         "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}\n"
         "sys.exit(f'loaded {found}' if (found := slow & set(sys.modules)) else 0)"
     )

@@ -7,6 +7,8 @@
     record.msgpack         the rest, a `Record`
 
 Weights that are not trained (all but the adapter, with LoRA) are those of the model directory and not here.
+
+Torch's module for it imports DTensor (see `models.slices`), so only who writes or reads a checkpoint imports it.
 """
 
 import warnings
@@ -17,10 +19,6 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from prime_rl.disk import refusal_behind
 from prime_rl.errors import ArtifactError
@@ -75,6 +73,10 @@ def save_state(directory: Path, state: State, group: Any = None) -> None:
 
     Raises: ArtifactError, the same on every rank; OSError where the machine refuses.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
+
     try:
         with _alone_or_not() as no_dist:
             writer = FileSystemWriter(directory, sync_files=not no_dist)  # a disk of several machines; else `manifest`
@@ -90,6 +92,10 @@ def load_state(directory: Path, model: TrainedModel, optimizer: Stateful | None,
 
     Raises: ArtifactError where it is damaged or of another model.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
+
     state = state_of(model, optimizer)
     try:
         with _alone_or_not() as no_dist:
@@ -130,8 +136,8 @@ def _alone_or_not() -> Iterator[bool]:
 
 def _failures(error: BaseException) -> list[BaseException]:
     """What went wrong on each rank that failed."""
-    of_ranks = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return [failure for failure, _ in of_ranks] or [error]
+    of_ranks = getattr(error, "failures", {})  # of a CheckpointException
+    return [failure for failure, _ in of_ranks.values()] or [error]
 
 
 def _reason(error: BaseException) -> str:

@@ -29,9 +29,8 @@ from prime_rl.models.language_model import LanguageModel
 from prime_rl.trainer.model import memory
 from prime_rl.trainer.model.adapters import add_adapters, initial_adapter_tensors
 from prime_rl.trainer.model.head import resolved_chunk_tokens
-from prime_rl.trainer.model.precision import ComputeModel
+from prime_rl.trainer.model.precision import DTYPES, ComputeModel
 from prime_rl.trainer.model.scoring import Scorer
-from prime_rl.trainer.model.sharding import DTYPES, ShardedModel, shard
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.streams import DeviceBatch
 
@@ -87,8 +86,14 @@ def build_model(config: TrainerModelConfig, directory: Path, ranks: Ranks, *, se
     )
     scorer = Scorer(model, chunk_tokens=chunk_tokens)
     if is_sharded:
+        from prime_rl.trainer.model.sharding import ShardedModel, shard  # noqa: PLC0415 (see `models.slices`)
+
         shard(scorer, config, ranks)
-    model.to_empty(device="cpu" if config.fsdp_cpu_offload else ranks.device)
+    device = torch.device("cpu") if config.fsdp_cpu_offload else ranks.device
+    if is_sharded or not isinstance(model, Decoder):
+        model.to_empty(device=device)
+    else:  # the same without what torch imports for `empty_like` on the meta device, which takes half a second
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     for module in model.modules():
         for name, buffer in module._buffers.items():  # offloaded parameters visit the GPU, buffers stay there
             module._buffers[name] = None if buffer is None else buffer.to(ranks.device)

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from prime_rl.trainer.model.scoring import Scorer
 from prime_rl.trainer.streams import DeviceBatch
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class ComputeModel:
     """A model in `dtype` beside float32 masters of its trained parameters, which collect their gradients in float32.

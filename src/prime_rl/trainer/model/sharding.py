@@ -16,11 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from prime_rl.config.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
+from prime_rl.trainer.model.precision import DTYPES
 from prime_rl.trainer.model.scoring import Scorer
 from prime_rl.trainer.ranks import Ranks
 from prime_rl.trainer.streams import DeviceBatch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_mesh(ranks: Ranks, dp_replicate: int) -> DeviceMesh:

@@ -15,7 +15,7 @@ from prime_rl.journal import Journal
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.model.adapters import adapter_config, tied_embedding
 from prime_rl.trainer.model.build import TrainedModel
-from prime_rl.trainer.model.sharding import DTYPES
+from prime_rl.trainer.model.precision import DTYPES
 from prime_rl.trainer.publish.background import BackgroundWriter
 from prime_rl.trainer.publish.gathering import StoredTensors
 from prime_rl.trainer.publish.publishers import (
