@@ -64,7 +64,7 @@ HARMLESS: Final = (
     *("orchestrator.log", "orchestrator.wandb", "orchestrator.heartbeat", "orchestrator.max_traces_gb"),
     *("orchestrator.client", "orchestrator.teacher_model.client", "orchestrator.max_concurrent"),
     *("orchestrator.rollout_timeout", "orchestrator.weights_timeout", "orchestrator.outage_timeout"),
-    "orchestrator.ckpt.wait_for_weights_timeout",
+    *("orchestrator.env_setup_timeout", "orchestrator.ckpt.wait_for_weights_timeout"),
     *(f"{server}.{key}" for server in ("inference", "teacher_inference") for key in _SERVER),
 )
 """Keys and sections in which the command that goes on may differ from the one that began, besides `max_steps`, which
