@@ -14,7 +14,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.config.writing import write_toml
-from prime_rl.errors import FINAL, ConfigError, InferenceError
+from prime_rl.errors import FINAL, ConfigError, InferenceError, MemoryFull, NoServer
 from prime_rl.logs import get_logger
 
 FILE = "max_steps = 5\n\n[optim]\nlr = 2e-3\n"
@@ -202,7 +202,14 @@ def test_an_error_of_the_work_is_shown_without_a_traceback_unless_debugging():
 
 @pytest.mark.parametrize("argv", [[], ["--log.level", "debug"]])
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("optim.lr: too high"), FINAL), (InferenceError("nobody answers"), 1)]
+    ("error", "code"),
+    [
+        (ConfigError("optim.lr: too high"), FINAL),
+        (InferenceError("nobody answers"), 1),
+        (NoServer("nobody answers"), FINAL),
+        (MemoryFull("no memory", is_final=True), FINAL),
+        (MemoryFull("no memory", is_final=False), 1),
+    ],
 )
 def test_a_process_of_rl_tells_by_its_exit_code_whether_a_restart_can_mend_it(monkeypatch, capsys, argv, error, code):
     def fail(config: TrainerConfig) -> None:
@@ -210,7 +217,7 @@ def test_a_process_of_rl_tells_by_its_exit_code_whether_a_restart_can_mend_it(mo
 
     monkeypatch.setenv(lifeline.VARIABLE, lifeline.launcher_token())
     if argv and code == 1:
-        with pytest.raises(InferenceError):
+        with pytest.raises(type(error)):
             run_command("trainer", TrainerConfig, fail, argv=argv)
         return
     with pytest.raises(SystemExit) as caught:
