@@ -1,4 +1,5 @@
-"""Two runs of the same seed train the same weights to the last bit, and training again from what was recorded does."""
+"""Two runs of the same seed train the same weights to the last bit, also where one is killed; and training again from
+what was recorded does."""
 
 import os
 import socket
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.paths import RunPaths, step_dir
+from tests.chaos.kills import Kill, KilledRun
+from tests.chaos.phases import Phase, Victim
 from tests.integration.conftest import MODEL, ROOT, command
 
 STEPS = 3
@@ -17,7 +20,7 @@ RUN = (
     *("rl", "--model.name", MODEL, "--deterministic", "--max-async-level", "0", "--max-steps", str(STEPS)),
     *("--seq-len", "128", "--trainer.optim.lr", "1e-2", "--orchestrator.batch-size", "16"),
     *("--orchestrator.rollouts-per-example", "4", "--orchestrator.sampling.max-tokens", "12"),
-    *("--orchestrator.oversampling-factor", "1.5"),
+    *("--orchestrator.oversampling-factor", "1.5", "--trainer.weights.interval", "1", "--trainer.keep-batches"),
 )
 OTHER_TIMING = (
     *("--inference.max-num-seqs", "3", "--inference.max-num-batched-tokens", "9"),
@@ -88,3 +91,18 @@ def test_training_again_from_what_was_recorded_gives_the_same_weights(runs: list
         timeout=200,
     )
     assert_same(weights(RunPaths(tmp_path)), weights(one))
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_trains_the_same_weights_to_the_last_bit(runs: list[RunPaths], tmp_path: Path) -> None:
+    """Of every step: so every batch counted once, and was made as if nobody had died."""
+    one = runs[0]
+    argv = command(*RUN, "--recovery-interval", "0.1", "--inference.server.port", str(free_ports(1)[0]))
+    kills = [Kill(Victim.ORCHESTRATOR, Phase.GENERATING), Kill(Victim.TRAINER, Phase.TRAINING)]
+    run = KilledRun(tmp_path, [*argv, "--output-dir", str(tmp_path / "rl")], kills, max_steps=STEPS, limit_s=240)
+    ended = run.run()
+    assert (ended.code, ended.left) == (0, [])
+    assert {shot.victim for shot in ended.shots} == {Victim.ORCHESTRATOR, Victim.TRAINER}
+    assert batches(run.paths) == batches(one)
+    for step in range(1, STEPS + 1):
+        assert_same(weights(run.paths, step), weights(one, step))
