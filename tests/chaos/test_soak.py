@@ -28,6 +28,7 @@ LEVEL = 1
 FLAGS = (
     *("--ckpt.interval", "10", "--ckpt.keep-last", str(KEEP_LAST), "--max-async-level", str(LEVEL)),
     *("--recovery-interval", "5", "--max-restarts", "100"),
+    *("--inference.kv-cache-memory-gb", "0.01"),  # its pages count when they are first touched: soon all of them
 )
 MOST_GROWTH = 2.0
 """MiB in 100 steps, beyond two standard errors. A batch that is kept would be 0.03 MiB, a model of this size 2 MiB."""

@@ -227,25 +227,7 @@ class Engine:
         It ends nothing else unless `ends_engine`: then the engine fails with it.
         """
         done: Future[None] = Future()
-
-        def run() -> None:
-            if self._failure is not None:
-                done.set_exception(self._failure)
-                return
-            collected = False
-            try:
-                self._collect()
-                collected = True
-                command()
-            except Exception as error:
-                if ends_engine or not collected:
-                    self._submit(run)  # for `_end`, which makes the failure known first
-                    raise
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._submit(run)
+        self._submit(lambda: self._try(command, done, ends_engine))
         await asyncio.wrap_future(done)
 
     # -- engine thread ------------------------------------------------------------------------------------------
@@ -271,8 +253,27 @@ class Engine:
                 command = self._commands.popleft() if self._commands else None
             if command is not None:
                 command()
+                command = None  # it may hold all weights, and the next one may be long in coming
             elif self._closing or (self.scheduler.has_work and not self._paused):
                 return
+
+    def _try(self, command: Callable[[], None], done: Future[None], ends_engine: bool) -> None:
+        """A method: a function within `_call` that submits itself would be a cycle, and keep what `command` holds."""
+        if self._failure is not None:
+            done.set_exception(self._failure)
+            return
+        collected = False
+        try:
+            self._collect()
+            collected = True
+            command()
+        except Exception as error:
+            if ends_engine or not collected:
+                self._submit(lambda: self._try(command, done, ends_engine))  # for `_end`, which makes it known first
+                raise
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def _add(self, stream: _Stream) -> None:
         if self._failure is not None:

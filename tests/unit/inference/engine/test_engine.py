@@ -1,7 +1,9 @@
 """Life of requests in the engine's thread: delivery, cancellation, pause, failure, closing."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -290,3 +292,25 @@ async def test_closing_fails_what_is_in_flight(engine: Engine) -> None:
     with pytest.raises(EngineFailed, match="was closed"):
         await waiting
     await engine.close()
+
+
+async def test_what_an_update_brought_is_let_go_of_at_once(engine: Engine) -> None:
+    """It holds all weights once more, a gigabyte that no garbage collector would be in a hurry to look for."""
+
+    class Swap:
+        def __call__(self) -> None:
+            pass
+
+    swap = Swap()
+    held = weakref.ref(swap)
+    gc.disable()
+    try:
+        await engine.update_weights(swap, 1)
+        del swap
+        for _ in range(100):
+            if held() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert held() is None
+    finally:
+        gc.enable()
