@@ -17,7 +17,7 @@ from prime_rl.logs import get_logger
 from prime_rl.models.hf import read_json
 from prime_rl.monitors.base import FanOut, JsonlMonitor
 from prime_rl.paths import RunPaths
-from prime_rl.trainer.checkpoints.build import build_keeper, build_rules
+from prime_rl.trainer.checkpoints.build import Kept, build_keeper, build_rules
 from prime_rl.trainer.checkpoints.keeper import Keeper
 from prime_rl.trainer.checkpoints.start import Start, choose_start, clear_way, load_start
 from prime_rl.trainer.deterministic import make_deterministic
@@ -103,6 +103,8 @@ def seed_dropout(seed: int, ranks: Ranks) -> None:
 def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> None:
     if ranks.told("looking at what is there", inputs.is_complete):
         _logger.info("All %s steps are made: nothing is left to train", config.max_steps)
+        if ranks.is_leader:
+            _rules(config, inputs).tidy()  # what a kill right before that has left
         return
     # Of a record that still grows every rank may have seen another number of batches.
     inputs = replace(inputs, max_steps=ranks.gathered(inputs.max_steps)[0])
@@ -117,9 +119,7 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
     journal = Journal(paths.journal, "trainer")
     if ranks.is_leader:
         clear_way(config, start, journal, recorded=inputs.recorded)
-    kept = build_rules(
-        config, max_steps=inputs.max_steps, keep_last=inputs.keep_last, level=inputs.level, recorded=inputs.recorded
-    )
+    kept = _rules(config, inputs)
     with ExitStack() as stack:
         keeper = build_keeper(
             kept,
@@ -158,6 +158,12 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
             meter=PerfMeter(cost, ranks, _device_name(ranks)),
             options=_options(config, inputs, ranks, start, keeper, cost),
         ).run()
+
+
+def _rules(config: TrainerConfig | SFTConfig, inputs: Inputs) -> Kept:
+    return build_rules(
+        config, max_steps=inputs.max_steps, keep_last=inputs.keep_last, level=inputs.level, recorded=inputs.recorded
+    )
 
 
 def _loaded(config: TrainerConfig | SFTConfig, directory: Path, ranks: Ranks) -> TrainedModel:

@@ -1,9 +1,11 @@
 """From a configuration to the Keeper of a trainer, and to what its weights on disk have to do with checkpoints."""
 
+import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl import activity
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.journal import Journal
 from prime_rl.paths import RunPaths, step_dir
@@ -29,6 +31,12 @@ class Kept:
     weights: Retention
     recorded: Path | None
     """Where batches lie, beside the orchestrator's state; None where there are none."""
+
+    def tidy(self) -> None:
+        """Rank 0's, once the last step is made and all of it written: remove what only a recovery would have needed."""
+        # Under a launcher the others may still be at work: it says when the run is complete, or to have more steps.
+        self.checkpoints.finish(is_complete=activity.SUPERVISED not in os.environ)
+        self.weights.tidy()
 
 
 def build_rules(
@@ -103,7 +111,7 @@ def build_keeper(
             position=None if data is None else data.position,
             orchestrator=lambda step: _orchestrator_state(kept.recorded, step),
         ),
-        tidy=kept.weights.tidy,
+        tidy=kept.tidy,
     )
 
 

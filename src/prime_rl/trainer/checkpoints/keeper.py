@@ -1,14 +1,12 @@
 """What the training loop leaves behind of every step, besides weights and metrics: the journal, and checkpoints."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from prime_rl import activity
 from prime_rl.data.samples import TrainingBatch
 from prime_rl.journal import Journal
 from prime_rl.paths import step_dir
@@ -130,7 +128,7 @@ class CheckpointKeeper:
         sources: Sources,
         tidy: Callable[[], None],
     ) -> None:
-        """`tidy`: removes weights that only a recovery would have needed."""
+        """`tidy`: removes what only a recovery would have needed, once the last step is made and all is written."""
         self._plan = plan
         self._writer = writer
         self._retention = retention
@@ -177,8 +175,6 @@ class CheckpointKeeper:
     def finish(self) -> None:
         self._writer.finish()
         if self._ranks.is_leader:
-            # Under a launcher the others may still be at work: it says when the run is complete, or to have more steps.
-            self._retention.finish(is_complete=activity.SUPERVISED not in os.environ)
             self._tidy()
 
     def _save(self, step: int, root: Path, kind: str, *, with_optimizer: bool) -> None:

@@ -168,6 +168,26 @@ def test_a_killed_trainer_goes_on_from_its_recovery_checkpoint_and_counts_every_
     assert len(read_journal(paths.journal)) == len(entries)
 
 
+def test_what_a_kill_behind_the_last_step_has_left_is_removed(config, recorded):
+    recorded(5)
+    options = {"max_steps": 5, "max_async_level": 1, "recovery_interval": 1000}
+    paths = RunPaths(config().output_dir)
+
+    def killed(keeper: CheckpointKeeper) -> None:
+        keeper._writer.finish()
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        is_due = iter([False, True])
+        patch.setattr(CheckpointKeeper, "wants_recovery", lambda keeper: next(is_due, False))
+        patch.setattr(CheckpointKeeper, "finish", killed)
+        with pytest.raises(Killed):
+            train_rl(config(**options))
+    assert (complete_checkpoints(paths.recovery), complete_steps(paths.weights)) == ([2], [1, 2, 3, 4, 5])
+    train_rl(config(recover=True, **options))
+    assert (complete_checkpoints(paths.recovery), complete_steps(paths.weights)) == ([], [3, 4, 5])
+
+
 def test_a_trainer_that_died_before_any_checkpoint_begins_again_with_the_same_batches(config, recorded):
     for name in ("whole", "run"):
         recorded(8, name)
