@@ -122,7 +122,7 @@ class Trainer:
 
         Raises: whatever ends the wait for a batch (DeadlineExceeded, ArtifactError, DataError); DataError for a batch
         that does not fit the model, or is not the same on all ranks; NotFinite for a loss or gradient that is not
-        finite in too many steps; ArtifactError for weights or a checkpoint that cannot be written.
+        finite in too many steps; ArtifactError for weights or a checkpoint that cannot be written; MemoryFull.
         """
         first, max_steps = self._options.first_step, self._options.max_steps
         with controlled_garbage() as after_step:

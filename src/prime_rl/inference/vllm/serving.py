@@ -41,6 +41,7 @@ from prime_rl.inference.vllm.arguments import Facts, arguments, check_known, com
 from prime_rl.inference.vllm.bodies import ObjectsOnly
 from prime_rl.inference.vllm.engine import VersionedLLM
 from prime_rl.inference.vllm.failures import Causes, sentence
+from prime_rl.inference.vllm.steps import Steps
 from prime_rl.models.hf import read_json
 
 OTHER_ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/metrics", "/openapi.json", "/version", "/ping", "/load")
@@ -62,8 +63,9 @@ async def serve(
     """Start vLLM's engine and serve until told to stop, or until the engine fails (InferenceError)."""
     set_ulimit()
     args = parse_arguments(config, model_dir)
+    steps = Steps()
     with activity.doing("loading the model", deadline_s=LOADING_S):
-        engine = start_engine(args)
+        engine = start_engine(args, steps)
     try:
         administration = VLLMAdministration(
             engine, first=model_dir, recompute=config.kv_cache_on_update == "recompute", causes=causes
@@ -76,7 +78,18 @@ async def serve(
             logging.getLogger("vllm.v1.engine.async_llm").disabled = True
             await asyncio.to_thread(engine.shutdown, timeout=ENGINE_STOP_S)
 
-        server = Server(gated(app, administration, api_key), close=close, failure=administration.failure, lifespan=True)
+        def gets_on() -> bool:
+            is_at_rest = administration.paused() or administration.lock.locked()  # the latter: it may load weights
+            is_at_rest = is_at_rest or not engine.output_processor.has_unfinished_requests()
+            return steps.have_come() or is_at_rest or args.disable_log_stats
+
+        server = Server(
+            gated(app, administration, api_key),
+            close=close,
+            failure=administration.failure,
+            lifespan=True,
+            gets_on=gets_on,
+        )
         app.state.server = server  # where vLLM's error handlers look
         say_where(listener, config.model.name, api_key, f"vLLM {vllm.__version__}")
         with activity.doing(lambda: f"serving weights {administration.served().version}"):
@@ -126,7 +139,7 @@ def _rope_parameters(model_dir: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def start_engine(args: Namespace) -> VersionedLLM:
+def start_engine(args: Namespace, steps: Steps) -> VersionedLLM:
     """vLLM's engine processes, with the model loaded. Raises: ModelError for a model that vLLM cannot serve."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
@@ -140,6 +153,7 @@ def start_engine(args: Namespace) -> VersionedLLM:
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
+        stat_loggers=None if engine_args.disable_log_stats else [steps],
         disable_log_stats=engine_args.disable_log_stats,
     )
     return engine
