@@ -402,14 +402,15 @@ from pathlib import Path
 import torch
 from prime_rl.config.trainer import SFTConfig
 from prime_rl.models import hf
-from prime_rl.trainer.publish import background
+from prime_rl.trainer import writing
+from prime_rl.trainer.publish.background import BackgroundWriter
 from prime_rl.trainer.script import main
 
-background.TICK_S = background.HANGING_S = 0.5
+writing.TICK_S = writing.HANGING_S = 0.5
 hf.write_file = lambda path, tensors: time.sleep(600)
 
 def run(config):
-    with closing(background.BackgroundWriter()) as writer:
+    with closing(BackgroundWriter()) as writer:
         tensors = [("a", torch.ones(3))]
         writer.start("weights/step_1", tensors, lambda snapshot: hf.write_safetensors(snapshot, Path("outputs/draft")))
         writer.finish()

@@ -5,11 +5,10 @@
     thread, others     copies | hears it                        | slices | hears it
 
 consumes               waits for                               unblocked by
-next save, the end     the thread of the one before            that thread; HANGING_S and more, if the disk hangs
+next save, the end     the thread of the one before            that thread (`trainer.writing`)
 thread                 the ranks' threads                      `Ranks.saving`, a group that nobody else talks over
 """
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,14 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from prime_rl import activity, lifeline
+from prime_rl import activity
 from prime_rl.disk import refused
-from prime_rl.errors import ArtifactError, PrimeRLError
+from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.trainer.checkpoints.copies import Copy, HostBuffers, num_bytes
 from prime_rl.trainer.ckpt import Record, State, save_state, write_record
-from prime_rl.trainer.publish.background import HANGING_S, SLOWEST_DISK, TICK_S, WORTH_TELLING_S
 from prime_rl.trainer.ranks import Ranks
+from prime_rl.trainer.writing import Job, OneAtATime
 from prime_rl.transport.checkpoints import ORCHESTRATOR_STATE, TRAINER_STATE
 from prime_rl.transport.manifest import publish_dir
 
@@ -53,19 +52,13 @@ class Contents:
     """Whether it takes the place of one of the same step, if there is one."""
 
 
-class CheckpointWriter:
-    """To be closed, however training ends."""
+class CheckpointWriter(OneAtATime["_Job"]):
+    """Has one checkpoint written at a time."""
 
     def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
         self._ranks = ranks
         self._buffers = HostBuffers()
-        self._job: _Job | None = None
-        lifeline.unfinished.append(self._is_writing)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether one is being written."""
-        return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self, state: State) -> None:
         """Have the memory for copies of a GPU's `state` before the first of them."""
@@ -90,84 +83,40 @@ class CheckpointWriter:
         if self._job is not None and isinstance(self._job.source, Copy):
             self._job.source.wait_copied()
 
-    def check(self) -> None:
-        """Raises: the error of a checkpoint that could not be written. Waits for nothing."""
-        if self._job is not None and not self._job.thread.is_alive():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait until it is written. Raises: ArtifactError as `save`, and where the disk seems to hang."""
-        job = self._job
-        if job is None:
-            return
-        patience_s = HANGING_S + job.num_bytes / SLOWEST_DISK
-        with activity.waiting(activity.DISK, lambda: f"it to take {job}", deadline_s=patience_s) as waiting:
-            while job.thread.is_alive():
-                job.thread.join(TICK_S)
-                if waiting.seconds > HANGING_S + job.num_bytes / SLOWEST_DISK:  # it is known once it is copied
-                    self._job = None  # it is waited for no more
-                    waited = waiting.seconds
-                    raise ArtifactError(f"{job} was not written within {waited:.0f} s: its disk hangs, or is too slow")
-        if job.is_in_background and waiting.seconds > WORTH_TELLING_S:
-            _logger.info("Waited %.1f s for the disk to take %s", waiting.seconds, job)
-        self._job = None
-        if job.error is not None:
-            raise job.error
-
     def close(self) -> None:
-        """Wait for what was copied whole to be written. Errors are logged, not raised."""
-        try:
-            if self.is_busy:
-                _logger.info("Waiting for %s to be written", self._job)
-            self.finish()
-        except PrimeRLError as error:
-            _logger.error("%s", error)
-        finally:
-            lifeline.unfinished.remove(self._is_writing)
-            if not self.is_busy:
-                self._buffers.close()
-
-    def _is_writing(self) -> bool:
-        return self.is_busy
+        super().close()
+        if not self.is_busy:
+            self._buffers.close()
 
 
-class _Job:
-    """A state on its way to files, and the thread that writes it."""
+class _Job(Job):
+    """A state on its way to files."""
 
     def __init__(self, source: Copy | State, contents: Contents, ranks: Ranks) -> None:
+        super().__init__(str(contents.final), thread="checkpoint")
+        self.is_in_background = isinstance(source, Copy)
         self.source = source
-        self.num_bytes = 0
-        self.error: PrimeRLError | None = None
-        """Why it was not written, once the thread has ended."""
-        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._num_bytes = 0
         self._contents = contents
         self._ranks = ranks
 
-    def __str__(self) -> str:
-        return f"{self._contents.final} ({self.num_bytes / 1e9:.2g} GB)"
-
     @property
-    def is_in_background(self) -> bool:
-        return isinstance(self.source, Copy)
+    def num_bytes(self) -> int:
+        return self._num_bytes  # once it is copied
 
-    def _run(self) -> None:
-        start = time.perf_counter()
-        task = activity.doing(f"writing {self._contents.final.parent.name}/{self._contents.final.name}").begin()
+    def write(self) -> None:
+        start, final = time.perf_counter(), self._contents.final
+        task = activity.doing(f"writing {final.parent.name}/{final.name}").begin()
         try:
             state = self.source.make() if isinstance(self.source, Copy) else self.source
-            self.num_bytes = num_bytes(state)
+            self._num_bytes = num_bytes(state)
             if self._ranks.is_leader:
                 self._lead(state)
                 _logger.info("Checkpoint %s is complete, %.1f s after its step", self, time.perf_counter() - start)
             else:
                 self._follow(state)
-        except PrimeRLError as error:  # raised by whatever the loop does next
-            self.error = error
         except OSError as error:
-            self.error = refused(error, self._contents.final)
-        except BaseException as error:  # a supervision point: of CUDA, of a rank that is lost, or a bug
-            _logger.exception("%s was not written", self)
-            self.error = ArtifactError(f"{self} was not written: {type(error).__name__}: {error}")
+            raise refused(error, final) from error
         finally:
             task.end()
 

@@ -10,6 +10,7 @@ import torch
 from prime_rl import lifeline
 from prime_rl.errors import ArtifactError
 from prime_rl.paths import drafts
+from prime_rl.trainer import writing
 from prime_rl.trainer.chance import chance_now
 from prime_rl.trainer.checkpoints import writer as module
 from prime_rl.trainer.checkpoints.writer import CheckpointWriter, Contents
@@ -117,8 +118,8 @@ def test_a_failed_write_is_raised_by_the_loop_and_leaves_the_earlier_ones(tmp_pa
 def test_a_disk_that_hangs_is_not_waited_for_for_ever(tmp_path, monkeypatch):
     may_write = threading.Event()
     monkeypatch.setattr(module, "save_state", lambda *_: may_write.wait(30))
-    monkeypatch.setattr(module, "HANGING_S", 0.01)
-    monkeypatch.setattr(module, "TICK_S", 0.01)
+    monkeypatch.setattr(writing, "HANGING_S", 0.01)
+    monkeypatch.setattr(writing, "TICK_S", 0.01)
     with closing(CheckpointWriter(ALONE)) as writer:
         writer.save(state(1.0), contents(tmp_path, 1), in_background=True)
         with pytest.raises(ArtifactError, match=r"step_1 .* was not written within .* its disk hangs"):

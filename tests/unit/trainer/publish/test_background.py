@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import ArtifactError
-from prime_rl.trainer.publish import background
+from prime_rl.trainer import writing
 from prime_rl.trainer.publish.background import BackgroundWriter
 from prime_rl.transport.checksum import entries
 
@@ -175,8 +175,8 @@ def test_an_error_that_comes_after_training_has_ended_by_another_is_logged(caplo
 
 
 def test_a_disk_that_is_waited_for_is_told_with_size_and_seconds_and_whoever_must_know_hears_of_it(monkeypatch, caplog):
-    monkeypatch.setattr(background, "TICK_S", 0.01)
-    monkeypatch.setattr(background, "WORTH_TELLING_S", 0.02)
+    monkeypatch.setattr(writing, "TICK_S", 0.01)
+    monkeypatch.setattr(writing, "WORTH_TELLING_S", 0.02)
     caplog.set_level(logging.INFO)
     disk, calls = Disk(), []
 
@@ -199,8 +199,8 @@ def test_a_disk_that_is_waited_for_is_told_with_size_and_seconds_and_whoever_mus
 
 @pytest.mark.parametrize("limit_bytes", [1, 2**20], ids=["for room", "to the end"])
 def test_a_disk_that_hangs_is_not_waited_for_for_ever(monkeypatch, limit_bytes, caplog):
-    monkeypatch.setattr(background, "TICK_S", 0.01)
-    monkeypatch.setattr(background, "HANGING_S", 0.05)
+    monkeypatch.setattr(writing, "TICK_S", 0.01)
+    monkeypatch.setattr(writing, "HANGING_S", 0.05)
     disk = Disk()
     with closing(BackgroundWriter(limit_bytes)) as writer:
         with pytest.raises(ArtifactError, match=r"weights/step_3 \(.* GB\) was not written within .* its disk hangs"):

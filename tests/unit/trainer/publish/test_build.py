@@ -21,12 +21,13 @@ from prime_rl.journal import Journal
 from prime_rl.models.hf import load_decoder
 from prime_rl.models.lora import is_adapter
 from prime_rl.paths import RunPaths
+from prime_rl.trainer import writing
 from prime_rl.trainer.checkpoints.build import build_rules
 from prime_rl.trainer.model.adapters import add_adapters, initial_adapter_tensors
 from prime_rl.trainer.model.build import build_model
 from prime_rl.trainer.model.precision import ComputeModel
 from prime_rl.trainer.model.scoring import Scorer
-from prime_rl.trainer.publish import background, gathering, publishers
+from prime_rl.trainer.publish import gathering, publishers
 from prime_rl.trainer.publish.background import BackgroundWriter
 from prime_rl.trainer.publish.build import build_publisher
 from prime_rl.trainer.publish.gathering import StoredTensors
@@ -237,7 +238,7 @@ def test_an_adapter_says_what_it_is_and_of_which_model(decoder, model_dir, tmp_p
 
 def publish_to_a_slow_disk(ranks, root, model_dir):
     """As SFT does it: the others hear only what rank 0 says while it publishes, and give up after two seconds."""
-    background.TICK_S = 0.2
+    writing.TICK_S = 0.2
     words = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
     ranks = dataclasses.replace(ranks, words=words)
     config = SFTConfig.model_validate(
