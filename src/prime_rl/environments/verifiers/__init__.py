@@ -15,6 +15,7 @@ from types import ModuleType
 
 from prime_rl.environments.rollouts import Environment, EnvironmentSpec
 from prime_rl.errors import EnvironmentSetupError
+from prime_rl.imports import importing
 
 
 async def load(spec: EnvironmentSpec) -> Environment:
@@ -22,11 +23,12 @@ async def load(spec: EnvironmentSpec) -> Environment:
 
     Raises: EnvironmentSetupError saying what is missing or what its loader raised.
     """
-    module = _import(spec)
-    api = spec.api
-    if api == "auto":
-        api = "classic" if hasattr(module, "load_environment") else "v1"
-    form = importlib.import_module(f"{__name__}.{api}")
+    with importing():
+        module = _import(spec)
+        api = spec.api
+        if api == "auto":
+            api = "classic" if hasattr(module, "load_environment") else "v1"
+        form = importlib.import_module(f"{__name__}.{api}")
     _let_speak(spec.library_log_level)
     environment: Environment = await form.load(spec)
     if environment.num_train == 0 and environment.num_eval == 0:
