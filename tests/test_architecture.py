@@ -36,7 +36,6 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-@pytest.mark.slow  # in CI `make check` asks the same beside the tests
 def test_import_contracts_hold():
     lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
     result = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
