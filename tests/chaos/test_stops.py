@@ -26,7 +26,11 @@ STEPS = 12
 AFTER = 3
 """Steps after which the process is stopped."""
 LIMIT_S = 600.0
-NAMES = {Victim.ENV_WORKER: r"orchestrator's child {pid}", Victim.TRAINER: "trainer", Victim.RANK_1: "trainer-1"}
+NAMES = {
+    Victim.ENV_WORKER: r"orchestrator's \S+ worker {pid}",
+    Victim.TRAINER: "trainer",
+    Victim.RANK_1: "trainer-1",
+}
 
 
 class Stop:
@@ -76,7 +80,8 @@ def stop(directory: Path, victim: Victim, *, seconds: float, flags: Sequence[str
     run.on_entries = stopped = Stop(run, victim, seconds)
     ended = run.run()
     check(ended, run.paths, steps=STEPS)
-    last = rf"\b{stopped.name}\b(?!-)((?!which waits for).)* is stopped since \d+ s.*SIGCONT"
+    since = "" if victim is Victim.ENV_WORKER else r" since \d+ s"  # a worker reports nothing of its own
+    last = rf"\b{stopped.name}\b(?!-)((?!which waits for).)* is stopped{since}.*SIGCONT"
     assert re.search(last, stopped.asked[-1]), stopped.asked
     assert stopped.num_trained < STEPS, "the run was over before the process went on"
     assert not [entry for entry in read_journal(run.paths.journal) if entry.event == "restart"]
