@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -66,24 +67,30 @@ def refused(error: OSError, path: Path | str) -> DiskError:
     return DiskError(f"cannot write {path}: {refusal(error, path)}{again}")
 
 
-def refusal_behind(errors: Iterable[BaseException], path: Path | None) -> OSError | None:
+def refusal_behind(errors: Iterable[BaseException], path: Path) -> OSError | None:
     """The refusal of the machine that errors of a library come from, which writes `path`; None: they have other causes.
 
-    Where the library has lost it, a disk without room tells. `path` None: it writes nothing.
+    Where the library has lost it, a disk without room tells.
     """
+    for error in _causes(errors):
+        if isinstance(error, OSError) and is_refusal(error):
+            return error
+    if shutil.disk_usage(_nearest(path)).free < MIB:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
+
+
+def _causes(errors: Iterable[BaseException]) -> Iterator[BaseException]:
+    """The errors, and all that they come from, each once."""
     known: dict[int, BaseException] = {}
     waiting = list(errors)
     while waiting:
         error = waiting.pop()
-        if isinstance(error, OSError) and is_refusal(error):
-            return error
         if id(error) not in known:
             known[id(error)] = error
+            yield error
             waiting += [one for one in (error.__cause__, error.__context__) if one is not None]
             waiting += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    if path is not None and shutil.disk_usage(_nearest(path)).free < MIB:
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return None
 
 
 def _free(path: Path) -> str:
@@ -138,9 +145,14 @@ def allow_handles() -> str | None:
 
 def no_handles(error: BaseException) -> str | None:
     """That files or connections ran out, in words, where that is behind an error of a library."""
-    behind = refusal_behind([error], None)
-    is_it = behind is not None and behind.errno in (errno.EMFILE, errno.ENFILE)
-    return refusal(behind, Path()) if behind is not None and is_it else None
+    causes = [one for one in _causes([error]) if isinstance(one, OSError)]
+    if any(isinstance(one, socket.gaierror) for one in causes):  # who looks a name up in a file loses why he cannot
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as refused_now:
+            causes.append(refused_now)
+    ran_out = next((one for one in causes if one.errno in (errno.EMFILE, errno.ENFILE)), None)
+    return None if ran_out is None else refusal(ran_out, Path())
 
 
 class LooseFile:

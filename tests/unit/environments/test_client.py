@@ -143,6 +143,7 @@ def no_handles_left():
 async def test_a_process_without_a_connection_left_does_not_blame_the_server(no_handles_left, host):
     words = r"as many files and connections open as it may, \d+: allow more .* ulimit -n 65536"
     async with open_clients(ClientConfig(base_url=(f"http://{host}:9/v1",))) as (client,):
+        await client.probe()  # loads what is loaded at the first request
         with no_handles_left():
             state = await client.probe()
             assert (state.is_ours, state.is_silent) == (True, True)
