@@ -278,10 +278,10 @@ def test_what_was_skipped_is_not_in_the_recovery_checkpoint_either(config, recor
     assert (before, read_record(source / "trainer").schedule_step) == (2, 0)
 
 
-@pytest.mark.parametrize("killed_at", ["publish_again", "save_recovery", "_step"])
-def test_counting_anew_survives_a_kill_at_once(config, recorded, monkeypatch, killed_at):
+def test_counting_anew_survives_a_kill_at_once(config, recorded):
     """The checkpoint that it goes on from is not lost, nor its weights mistaken for those of an earlier run."""
-    for name in ("whole", "run"):
+    where = {"publish_again": WeightPublisher, "save_recovery": CheckpointKeeper, "_step": build.Trainer}
+    for name in ("whole", *where):
         recorded(8, name)
         with killed_in(4):
             train_rl(config(name, ckpt={"interval": 4}, keep_batches=True))
@@ -293,17 +293,17 @@ def test_counting_anew_survives_a_kill_at_once(config, recorded, monkeypatch, ki
     def die(*arguments, **named) -> None:
         raise Killed
 
-    where = {"publish_again": WeightPublisher, "save_recovery": CheckpointKeeper, "_step": build.Trainer}[killed_at]
-    with monkeypatch.context() as patch:
-        patch.setattr(where, killed_at, die)
-        with pytest.raises(Killed):
-            train_rl(config(**values))
-    paths = RunPaths(config().output_dir)
-    assert not (paths.weights / "step_0" / "content").exists()
-    train_rl(config(**values, recover=True))
-    assert are_equal(config(), config("whole"))
-    assert [entry.step for entry in history(read_journal(paths.journal))] == list(range(8))
-    assert complete_checkpoints(paths.checkpoints) == [6, 8]
+    for killed_at, owner in where.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, killed_at, die)
+            with pytest.raises(Killed):
+                train_rl(config(killed_at, **values))
+        paths = RunPaths(config(killed_at).output_dir)
+        assert not (paths.weights / "step_0" / "content").exists(), killed_at
+        train_rl(config(killed_at, **values, recover=True))
+        assert are_equal(config(killed_at), config("whole")), killed_at
+        assert [entry.step for entry in history(read_journal(paths.journal))] == list(range(8)), killed_at
+        assert complete_checkpoints(paths.checkpoints) == [6, 8], killed_at
 
 
 def test_a_run_that_goes_on_has_a_recovery_checkpoint_after_its_first_step(config, recorded):
