@@ -1,6 +1,6 @@
 """What a checkpoint costs: steps that save nothing, that wait for the files, and that have a thread write them.
 
-    python benchmarks/checkpoint.py                     a small model on the CPU
+    python benchmarks/checkpoint.py                     the demo's model and tokens a step, on the CPU
     python benchmarks/checkpoint.py --device cuda       the 0.6B shape in bfloat16 with float32 weights and AdamW: 7 GB
     python benchmarks/checkpoint.py --json FILE         the figures as well
 
@@ -41,7 +41,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "cpu": Workload(shape="3.3m", dtype="float32", seq_len=128, batch_size=4),
+    "cpu": Workload(shape="3.3m", dtype="float32", seq_len=128, batch_size=32),
     "cuda": Workload(shape="0.6b", dtype="bfloat16", seq_len=8192, batch_size=8),
 }
 
