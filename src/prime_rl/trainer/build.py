@@ -62,7 +62,7 @@ class Inputs:
     recorded: Path | None = None
     """Where batches lie, beside the orchestrator's state."""
     is_complete: Callable[[], bool] = lambda: False
-    """Rank 0's: whether a run that goes on has nothing left to train. Raises: ArtifactError where a new run would begin
+    """Rank 0's: whether a run that goes on has nothing left to train. Raises: ConfigError where a new run would begin
     in the directory of another."""
 
 
@@ -109,7 +109,7 @@ def _train(config: TrainerConfig | SFTConfig, inputs: Inputs, ranks: Ranks) -> N
     # Of a record that still grows every rank may have seen another number of batches.
     inputs = replace(inputs, max_steps=ranks.gathered(inputs.max_steps)[0])
     paths, start = RunPaths(config.output_dir), choose_start(config, ranks)
-    if start.kind == "resume" and inputs.max_steps is not None and start.first_step > inputs.max_steps:
+    if inputs.max_steps is not None and start.first_step > inputs.max_steps:
         raise ConfigError(
             f"{start.checkpoint} is at step {start.first_step} already, beyond max_steps = {inputs.max_steps}"
         )
@@ -199,6 +199,7 @@ def _options(
     return LoopOptions(
         max_steps=inputs.max_steps,
         first_step=start.first_step,
+        is_restarted=start.kind == "recover",
         num_skipped=start.progress().num_skipped,
         max_row_tokens=inputs.max_row_tokens,
         row_cost=_row_cost(cost),

@@ -11,8 +11,9 @@ from prime_rl.errors import MemoryFull
 def full_memory_in_words(*, is_final: bool) -> Iterator[None]:
     """Raises: MemoryFull where torch found no more memory on the GPU, with `is_final` of the innermost of these.
 
-    What does not fit into the memory of a process that has just begun - the model, its first step - does not fit after
-    a restart either. Later, memory may be in pieces, and have leaked; then a restart may well train the same batch.
+    What does not fit into the memory of a run that has just begun - the model, its first step - does not fit after a
+    restart either. Later, memory may be in pieces, and have leaked; then a restart may well train the same batch. What
+    has been trained before fits: where it does not, somebody else still holds memory, whom waiting may see go.
     """
     try:
         yield

@@ -57,7 +57,9 @@ def main(name: str, root: type[Config], run: Callable[[Config], None], argv: Seq
             claim_run_dir(config.output_dir, clean=config.clean)
         begin(name, config)
         is_debug = config.log.level == "debug"
-        with _ended_in_order(), _one_rank_tells(name, is_debug=is_debug), full_memory_in_words(is_final=True):
+        is_restarted = isinstance(config, TrainerConfig) and config.recover
+        in_words = full_memory_in_words(is_final=not is_restarted)
+        with _ended_in_order(), _one_rank_tells(name, is_debug=is_debug), in_words:
             run(config)
             if config.bench is not None and is_first_rank():
                 print(f"\n{bench.report(name, config)}", flush=True)

@@ -63,6 +63,8 @@ class LoopOptions:
 
     max_steps: int | None
     first_step: int = 0
+    is_restarted: bool = False
+    """Whether another process has trained this run before: what fills the memory may be what is left of that one."""
     num_skipped: int = 0
     """In a row, before the first step, of those whose update was left out."""
     max_row_tokens: int
@@ -125,13 +127,15 @@ class Trainer:
         finite in too many steps; ArtifactError for weights or a checkpoint that cannot be written; MemoryFull.
         """
         first, max_steps = self._options.first_step, self._options.max_steps
-        with controlled_garbage() as after_step:
-            for step in itertools.count(first) if max_steps is None else range(first, max_steps):
-                with self._options.profile.step(step), full_memory_in_words(is_final=step == first):
-                    self._step(step)
-                after_step(step)
-        self._publisher.finish()
-        self._keeper.finish()
+        with full_memory_in_words(is_final=False):
+            with controlled_garbage() as after_step:
+                for step in itertools.count(first) if max_steps is None else range(first, max_steps):
+                    is_final = step == first and not self._options.is_restarted
+                    with self._options.profile.step(step), full_memory_in_words(is_final=is_final):
+                        self._step(step)
+                    after_step(step)
+            self._publisher.finish()
+            self._keeper.finish()
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()

@@ -13,6 +13,7 @@ import torch
 
 import prime_rl
 from prime_rl import lifeline
+from prime_rl.config.command import FINAL
 from prime_rl.config.load import load
 from prime_rl.config.trainer import SFTConfig, TrainerConfig
 from prime_rl.monitors.base import read_metrics
@@ -189,6 +190,21 @@ def test_full_memory_of_a_gpu_is_answered_with_what_takes_less(tmp_path, monkeyp
         SystemExit, match=r"trainer: the GPU's memory is full\..*model\.ac.*Tried to allocate 20\.00 GiB"
     ):
         main("trainer", TrainerConfig, run, ["--max-steps", "1"])
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), FINAL), (("--recover",), 1)])
+def test_a_model_that_does_not_fit_is_final_but_after_a_restart(tmp_path, monkeypatch, capsys, flags, code):
+    def run(config: TrainerConfig) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(lifeline.VARIABLE, "a launcher")
+    monkeypatch.setattr("prime_rl.trainer.script.begin", lambda name, config: None)
+    with pytest.raises(SystemExit) as ended:
+        main("trainer", TrainerConfig, run, ["--max-steps", "1", *flags])
+    # A message is code 1, and Python prints it.
+    assert (ended.value.code if isinstance(ended.value.code, int) else 1) == code
+    assert "the GPU's memory is full" in f"{ended.value.code}{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize(

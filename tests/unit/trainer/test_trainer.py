@@ -107,10 +107,13 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("full_at", "is_final"), [(0, True), (1, False)])
-def test_full_memory_is_final_in_the_first_step_of_a_process_and_later_a_restart_may_help(
-    decoder, make_batch, full_at, is_final
+@pytest.mark.parametrize(
+    ("full_at", "is_restarted", "is_final"), [(0, False, True), (1, False, False), (0, True, False)]
+)
+def test_full_memory_is_final_in_the_first_step_of_a_run_and_elsewhere_a_restart_may_help(
+    decoder, make_batch, full_at, is_restarted, is_final
 ):
+    """After a restart what is full may be what others, who were there before or began again too, still hold."""
     own = build_loss(LossConfig())
 
     def loss(streams):
@@ -118,11 +121,24 @@ def test_full_memory_is_final_in_the_first_step_of_a_process_and_later_a_restart
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
         return own(streams)
 
-    built, publisher, _ = trainer(decoder, make_batch(0), make_batch(1, seed=1), loss=loss)
+    batches = make_batch(0), make_batch(1, seed=1)
+    built, publisher, _ = trainer(decoder, *batches, loss=loss, is_restarted=is_restarted)
     with pytest.raises(MemoryFull, match=r"model\.ac.*Tried to allocate 20\.00 GiB") as raised:
         built.run()
     assert raised.value.is_final is is_final
     assert [step for step, _ in publisher.published] == list(range(1, full_at + 1))
+
+
+def test_full_memory_behind_the_last_step_is_not_final(decoder, make_batch):
+    class Keeper(KeepsNothing):
+        def finish(self) -> None:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    built, publisher, _ = trainer(decoder, make_batch(0), keeper=Keeper())
+    with pytest.raises(MemoryFull) as raised:
+        built.run()
+    assert publisher.is_finished
+    assert not raised.value.is_final
 
 
 def test_every_step_publishes_changed_weights_and_logs_one_row(decoder, make_batch):
