@@ -40,7 +40,8 @@ SAID_DURING_A_RUN = (
 """What only the processes of one run say to each other and to the console: another run would take it for its own."""
 
 MADE_BY_A_RUN = (
-    *(f"{root}/{entry}" for root in RESULTS for entry in ("step_*", ".step_*.tmp-*", ".step_*.gone-*")),
+    *(f"{root}/step_*" for root in RESULTS),
+    *(f"{root}/.step_*.{kind}-*" for root in RESULTS for kind in ("tmp", "gone", "old")),
     *(f"configs/{process}.toml" for process in ("rl", "sft", "inference*", "orchestrator", "trainer", "eval")),
     *SAID_DURING_A_RUN,
     "traces/step_*",

@@ -17,7 +17,7 @@ from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.paths import step_dir
 from prime_rl.transport import manifest
-from prime_rl.transport.manifest import STEP_NAME, complete_steps, read_manifest, remove_dir
+from prime_rl.transport.manifest import STEP_NAME, complete_steps, put_back, read_manifest, remove_dir
 
 TRAINER_STATE: Final = "trainer"
 ORCHESTRATOR_STATE: Final = "orchestrator/state.msgpack"
@@ -117,5 +117,7 @@ def _offer(found: Sequence[Path], damaged: int) -> str:
 
 
 def _newest_first(roots: Sequence[Path]) -> list[Path]:
+    for root in roots:
+        put_back(root)
     paths = [step_dir(root, step) for root in roots for step in complete_checkpoints(root)]
     return sorted(paths, key=step_of, reverse=True)

@@ -10,12 +10,13 @@ complete whatever happened to its writer, and damage done later shows as a diges
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -95,7 +96,8 @@ class Draft:
 def publish_dir(final: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a hidden directory that becomes `final` (`<root>/step_N`) when the block ends without error.
 
-    `replaces`: in place of the one that is there, if there is one, which stays until then.
+    `replaces`: in place of the one that is there, if there is one, which stays until then. Between the two renames of
+    that it has another name, and whoever is killed there leaves it to `put_back`.
 
     One writer per `final` at a time. On error nothing is left behind; a killed writer leaves only the hidden
     directory, which `remove_drafts` removes, and so does the next writer of the same step.
@@ -125,15 +127,40 @@ def draft_dir(final: Path, *, durable: bool = True, replaces: bool = False) -> I
         draft = Draft(temporary)
         yield draft
         _seal(draft, step, durable=durable)
-        if final.is_dir():
-            remove_dir(final)
-        os.rename(temporary, final)
+        _rename(temporary, final, replaces=replaces)
         if durable:
             _fsync(final.parent)
     except OSError as error:
         raise refused(error, final) from error
     finally:
+        if replaces:
+            put_back(final.parent)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename(temporary: Path, final: Path, *, replaces: bool) -> None:
+    """To the final name, from which the one that is there is moved out of the way."""
+    while True:
+        try:
+            return os.rename(temporary, final)
+        except OSError as error:
+            if not replaces or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        os.rename(final, final.parent / f".{final.name}.old-{os.getpid()}")
+
+
+def put_back(root: Path) -> None:
+    """Give directories their names back whose writers were killed at replacing them; of those replaced, remove the old.
+
+    What the disk refuses stays for the next one who asks.
+    """
+    for old in root.glob(".step_*.old-*"):
+        final = root / old.name[1:].partition(".")[0]
+        with suppress(OSError):  # somebody else was faster
+            if not final.exists():
+                os.rename(old, final)
+            else:
+                _remove(old, final)
 
 
 def remove_dir(final: Path) -> None:
@@ -141,18 +168,26 @@ def remove_dir(final: Path) -> None:
 
     Where the disk refuses, a warning says so: it is nobody's any more, but nothing is wrong with what is newer.
     """
-    hidden = final.parent / f".{final.name}.gone-{os.getpid()}"
     try:
-        shutil.rmtree(hidden, ignore_errors=True)  # what an attempt before this has left
-        os.rename(final, hidden)
-        shutil.rmtree(hidden)
+        _remove(final, final)
     except OSError as error:
         _logger.warning("%s cannot be removed: %s", final, error)
 
 
+def _remove(directory: Path, final: Path) -> None:
+    """Under another name: half of a directory must not be taken for one that is whole."""
+    hidden = final.parent / f".{final.name}.gone-{os.getpid()}"
+    shutil.rmtree(hidden, ignore_errors=True)  # what an attempt before this has left
+    os.rename(directory, hidden)
+    shutil.rmtree(hidden)
+
+
 def remove_drafts(root: Path) -> None:
-    """Remove what processes that were killed have left under `root`, where nobody writes or removes now."""
-    for leftover in [*drafts(root), *root.glob(".step_*.gone-*")]:
+    """Remove what processes that were killed have left under `root`, where nobody writes or removes now.
+
+    Before it, `put_back` decides what still counts of it.
+    """
+    for leftover in [*drafts(root), *(left for kind in ("gone", "old") for left in root.glob(f".step_*.{kind}-*"))]:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
