@@ -5,6 +5,8 @@
     a run that is not complete and   goes on                goes back to the checkpoint; goes on, where the same command
     was supervised                                          did that before and was killed, or ended by SIGTERM
     any other run                    refused                goes back to the checkpoint
+    nothing, and checkpoints in      refused, with `clean`  goes back to the checkpoint
+    `ckpt.output_dir`                too
 
 Going on asks for the same configuration, but for what changes nothing that is trained (`HARMLESS`). With `clean`,
 whatever is there is deleted first. One launcher at a time works in a directory; what one that was killed has left
@@ -43,7 +45,7 @@ from prime_rl.launch.servers import check_ports
 from prime_rl.launch.supervise import over_files, recovering
 from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
 from prime_rl.resume import go_back, sources
-from prime_rl.transport.checkpoints import choose, remove_lost, step_of
+from prime_rl.transport.checkpoints import choose, complete_checkpoints, remove_lost, step_of
 
 LEFTOVER_S: Final = 30.0
 """Seconds in which what a killed launcher has left ends by itself; then it is killed. Nothing is lost by that."""
@@ -135,6 +137,7 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
     if config.clean:
         if resume_step is not None:
             raise ConfigError("--clean deletes what ckpt.resume_step goes on from; leave one of them out")
+        _check_checkpoints(config, paths)
         return Decision(Beginning.NEW)
     entries = read_journal(paths.journal)
     recorded = _recorded(paths)
@@ -152,6 +155,7 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
         roots = sources(paths, ckpt.output_dir, resume_step, counts_anew=ckpt.skip_progress)
         return Decision(Beginning.GOES_BACK, step_of(choose(roots, resume_step)))
     check_run_dir(paths.output_dir, clean=False)
+    _check_checkpoints(config, paths)
     return Decision(Beginning.NEW)
 
 
@@ -238,6 +242,29 @@ def end_leftovers(entries: Sequence[Entry]) -> None:
         if time.monotonic() >= end:
             kill(left)
             time.sleep(LEFTOVER_POLL_S)
+
+
+def _check_checkpoints(config: RLConfig, paths: RunPaths) -> None:
+    """A new run would go on from checkpoints that lie where it keeps its own, and remove those that are old.
+
+    `clean` does not delete them: who made them cannot be told. Raises: ConfigError naming them.
+    """
+    root = config.ckpt.output_dir if config.ckpt is not None else None
+    if root is None or root.absolute() == paths.checkpoints.absolute():  # what is there is seen to with the rest
+        return
+    if steps := complete_checkpoints(root):
+        there = (
+            f"holds checkpoints of an earlier run (up to step {steps[-1]}), which --clean does not delete; go on from "
+            f"the latest with --ckpt.resume-step {steps[-1]}, choose another ckpt.output_dir, or move them away"
+        )
+    elif aside := sorted(step.parent.name for step in root.glob("superseded/[0-9]*/step_*")):
+        there = (
+            f"holds in superseded/{aside[-1]} what an earlier run has set aside; choose another ckpt.output_dir, or "
+            "move it away"
+        )
+    else:
+        return
+    raise ConfigError(f"ckpt.output_dir = {root} {there}")
 
 
 def _begun(config: BaseModel, decision: Decision, resume_step: int | None) -> BaseModel:

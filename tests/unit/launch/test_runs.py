@@ -229,6 +229,42 @@ def test_another_configuration_goes_back_to_the_same_checkpoint(paths):
     assert decide(changed, paths) == Decision(Beginning.GOES_BACK, 2)
 
 
+@pytest.mark.parametrize("clean", [[], ["--clean"]])
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("step_8", "holds checkpoints of an earlier run (up to step 8)"),
+        ("superseded/1/step_8", "holds in superseded/1 what an earlier run has set aside"),
+    ],
+)
+def test_a_new_run_is_refused_where_its_checkpoints_would_lie_among_those_of_another(
+    paths, tmp_path, where, told, clean
+):
+    began(paths, trained=2 if clean else 0)
+    shared = tmp_path / "big-disk"
+    with publish_dir(shared / where) as draft:
+        (draft / "content").write_text("of another run")
+    with pytest.raises(ConfigError, match=re.escape(f"ckpt.output_dir = {shared} {told}")):
+        entered(paths, "--ckpt.output-dir", str(shared), *clean)
+    assert complete_steps((shared / where).parent) == [8]
+    assert complete_steps(paths.weights) == ([1, 2] if clean else [])
+    assert decide(rl(paths, "--ckpt.output-dir", str(tmp_path / "other"), *clean), paths) == NEW
+
+
+def test_a_run_goes_on_and_back_where_its_own_checkpoints_lie_elsewhere(paths, tmp_path):
+    elsewhere = ["--ckpt.output-dir", str(tmp_path / "big-disk")]
+    began(paths, *elsewhere)
+    with publish_dir(step_dir(tmp_path / "big-disk", 2)) as draft:
+        (draft / "content").write_text("its own")
+    assert decide(rl(paths, *elsewhere), paths) == GOES_ON
+    assert decide(rl(paths, *elsewhere, "--ckpt.resume-step", "2"), paths) == Decision(Beginning.GOES_BACK, 2)
+
+
+def test_checkpoints_in_the_run_directory_are_deleted_with_clean_however_that_is_spelt(paths):
+    began(paths, "--ckpt", checkpoints=(2,))
+    assert decide(rl(paths, "--ckpt.output-dir", str(paths.checkpoints), "--clean"), paths) == NEW
+
+
 LAPTOP = Machine(gpus=(), num_cpus=2)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prime_rl.config.algorithms import CustomLossConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import ArtifactError, ConfigError
+from prime_rl.errors import ConfigError
 from prime_rl.models.hf import resolve_model, vocab_size
 from prime_rl.paths import RunPaths
 from prime_rl.trainer.build import Inputs, train
@@ -63,14 +63,17 @@ def train_rl(config: TrainerConfig) -> None:
 
 
 def _check_unused(config: TrainerConfig) -> None:
-    """Raises: ArtifactError where a new run would begin in the directory of another."""
+    """Raises: ConfigError, which is final, where a new run would begin in the directory of another.
+
+    Were the process started again, it would go on from the checkpoints of that one.
+    """
     weights = RunPaths(config.output_dir).weights
     if (latest := latest_step(weights)) is not None:
-        raise ArtifactError(
+        raise ConfigError(
             f"{weights} holds weights of an earlier run (up to step {latest}); choose another output_dir or remove it"
         )
     if (reason := earlier_checkpoints(config)) is not None:
-        raise ArtifactError(reason)
+        raise ConfigError(reason)
 
 
 def _check_elsewhere(config: TrainerConfig, replay: Path) -> None:
@@ -86,7 +89,7 @@ def _check_elsewhere(config: TrainerConfig, replay: Path) -> None:
 def _is_complete(config: TrainerConfig) -> bool:
     """Whether a run that is to go on has made its last step, and written all that it leaves.
 
-    Raises: ArtifactError as `_check_unused`.
+    Raises: ConfigError as `_check_unused`.
     """
     if kind_of(config) == "anew":
         _check_unused(config)

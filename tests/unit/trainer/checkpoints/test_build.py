@@ -369,6 +369,20 @@ def test_going_on_beyond_the_last_step_is_refused_before_anything_is_set_aside(c
     assert not paths.superseded.exists()
 
 
+def test_a_run_that_meets_the_checkpoints_of_another_ends_for_good_and_never_takes_them_for_its_own(config, tmp_path):
+    values = {"data": {"fake": {}}, "scheduler": {"type": "constant"}}
+    values["ckpt"] = {"interval": 4, "output_dir": str(tmp_path / "shared")}
+    train_rl(config("old", **values))
+    with pytest.raises(PrimeRLError, match=r"shared holds checkpoints of an earlier run \(up to step 8\)") as caught:
+        train_rl(config("new", max_steps=6, **values))
+    assert caught.value.is_final
+    with pytest.raises(PrimeRLError, match=r"at step 8 already, beyond max_steps = 6") as caught:
+        train_rl(config("new", max_steps=6, recover=True, **values))
+    assert caught.value.is_final
+    assert complete_steps(RunPaths(config("new").output_dir).weights) == []
+    assert complete_checkpoints(tmp_path / "shared") == [4, 8]
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_serves(config, monkeypatch):
     values = {"data": {"fake": {"generate_samples": True}}, "ckpt": {"interval": 2, "save_async": True}}
     save, calls = writer.save_state, []

@@ -181,7 +181,7 @@ def after(num_calls, end):
 
 def test_weights_of_an_earlier_run_are_not_mixed_in(config):
     run(config)
-    with pytest.raises(ArtifactError, match=r"holds weights of an earlier run \(up to step 6\)"):
+    with pytest.raises(ConfigError, match=r"holds weights of an earlier run \(up to step 6\)"):
         run(config)
 
 
