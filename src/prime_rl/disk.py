@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from prime_rl.errors import ConfigError, DiskError
+from prime_rl.errors import ArtifactError, ConfigError, DiskError, Unreadable
 
 MIB: Final = 2**20
 MAX_HANDLES: Final = 2**16
@@ -28,6 +28,7 @@ MAX_HANDLES: Final = 2**16
 FEW_HANDLES: Final = 1024
 
 _NO_RIGHT: Final = "this user may not write there: change who may (chown, chmod), or choose another output_dir"
+_NO_READING: Final = "this user may not read it: change who may (chown, chmod)"
 _REFUSALS: Final = {
     errno.ENOSPC: "the disk is full ({free}): free some of it, or choose an output_dir on another disk",
     errno.EDQUOT: "your quota on this disk is used up ({free} of the whole disk): free some of it",
@@ -65,6 +66,17 @@ def refused(error: OSError, path: Path | str) -> DiskError:
     """That `path`, which the run cannot do without, cannot be written, and what to do."""
     again = "; then start the same command again, or resume from the last checkpoint" if is_refusal(error) else ""
     return DiskError(f"cannot write {path}: {refusal(error, path)}{again}")
+
+
+def cannot_read(error: OSError, path: Path) -> ArtifactError:
+    """That `path` of a directory that was published is gone, which is damage; or that nobody can tell now."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return ArtifactError(f"cannot read {path}: {error.strerror or error}")
+    why = _NO_READING if error.errno in (errno.EACCES, errno.EPERM) else refusal(error, path)
+    return Unreadable(
+        f"cannot read {path}: {why}. What it is in may be whole, so nothing is changed: start the same command again "
+        f"once it can be read; where it never will be, move {path.parent.name} out of the run directory first"
+    )
 
 
 def refusal_behind(errors: Iterable[BaseException], path: Path) -> OSError | None:

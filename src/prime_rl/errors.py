@@ -6,6 +6,7 @@
     +-- DataError                 a data set, row or batch breaks its form           (also a ValueError)
     +-- ArtifactError             a file of the run is missing, half-written or fails its digest
     |   +-- DiskError             the disk does not take what the run cannot do without
+    |   +-- Unreadable            a file cannot be read now, which says nothing about what is in it
     +-- EnvironmentSetupError     an environment cannot be found or loaded
     +-- InferenceError            the inference server cannot be reached or refuses
     |   +-- NoServer              and nobody starts it again
@@ -61,6 +62,11 @@ class DiskError(ArtifactError):
     """The disk does not take what the run cannot do without: it is full, read-only or broken, or files ran out."""
 
     is_final = True
+
+
+class Unreadable(ArtifactError):
+    """A file cannot be read now: files ran out, or a disk or server refuses. It may be sound, so nobody passes it over
+    or removes it; a restart may find it readable again."""
 
 
 class EnvironmentSetupError(PrimeRLError):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from prime_rl.errors import ArtifactError
+from prime_rl.errors import ArtifactError, Unreadable
 from prime_rl.logs import get_logger
 from prime_rl.paths import step_dir
 from prime_rl.transport import manifest
@@ -48,7 +48,7 @@ def choose(roots: Sequence[Path], step: int) -> Path:
     """The checkpoint of `step`, or with LATEST the latest complete one; of two of one step, that of the earlier root.
 
     Raises: ArtifactError where there is none, naming those that there are; where it is damaged, naming the file and
-    offering the one before.
+    offering the one before; Unreadable where it cannot be read now.
     """
     found = _newest_first(roots)
     candidates = [path for path in found if step == LATEST or step_of(path) == step]
@@ -64,6 +64,8 @@ def choose(roots: Sequence[Path], step: int) -> Path:
             break
         try:
             verify(path)
+        except Unreadable:
+            raise
         except ArtifactError as error:
             errors.append(error)
         else:
@@ -74,11 +76,13 @@ def choose(roots: Sequence[Path], step: int) -> Path:
 def newest_sound(roots: Sequence[Path]) -> Path | None:
     """The newest complete and undamaged checkpoint, of two of one step that of the earlier root. None: there is none.
 
-    A damaged one is passed over with a warning.
+    A damaged one is passed over with a warning. Raises: Unreadable where one cannot be read now.
     """
     for path in _newest_first(roots):
         try:
             verify(path)
+        except Unreadable:
+            raise
         except ArtifactError as error:
             _logger.warning("The checkpoint %s is passed over: %s", path, error)
         else:
@@ -89,7 +93,7 @@ def newest_sound(roots: Sequence[Path]) -> Path | None:
 def remove_lost(root: Path) -> list[int]:
     """The machine went down: remove what was not forced to disk under `root` and did not get there; the steps of it.
 
-    `root`: of weights, where nobody writes or reads now.
+    `root`: of weights, where nobody writes or reads now. Raises: Unreadable where one cannot be read now.
     """
     lost = []
     for final in root.glob("step_*"):
@@ -98,6 +102,8 @@ def remove_lost(root: Path) -> list[int]:
         try:
             if not read_manifest(final).durable:
                 verify(final)
+        except Unreadable:
+            raise
         except ArtifactError:
             remove_dir(final)
             lost.append(int(match[1]))
@@ -110,6 +116,8 @@ def _offer(found: Sequence[Path], damaged: int) -> str:
         if step_of(path) < damaged:
             try:
                 verify(path)
+            except Unreadable as error:
+                return f"of the one before it nobody can tell: {error}"
             except ArtifactError:
                 continue
             return f"the one before it is whole: resume with ckpt.resume_step = {step_of(path)}"

@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from prime_rl import activity
-from prime_rl.disk import refusal, refused
+from prime_rl.disk import cannot_read, refused
 from prime_rl.errors import ArtifactError
 from prime_rl.logs import get_logger
 from prime_rl.paths import drafts
@@ -192,7 +192,7 @@ def remove_drafts(root: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises: ArtifactError naming the marker when it is missing or not one of ours."""
+    """Raises: ArtifactError naming the marker when it is missing or not one of ours; as `verify`."""
     marker = directory / MARKER
     try:
         manifest = msgspec.json.decode(marker.read_bytes(), type=Manifest)
@@ -200,7 +200,7 @@ def read_manifest(directory: Path) -> Manifest:
         what = "has no marker, so it was not written completely" if directory.is_dir() else "does not exist"
         raise ArtifactError(f"{directory} {what} (expected {marker})") from None
     except OSError as error:
-        raise ArtifactError(f"cannot read {marker}: {refusal(error, marker)}") from error
+        raise cannot_read(error, marker) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{marker} is damaged: {error}") from error
     if manifest.format != _FORMAT:
@@ -211,7 +211,8 @@ def read_manifest(directory: Path) -> Manifest:
 def verify(directory: Path, *, besides: Collection[str] = ()) -> Manifest:
     """Check the size and digest of every file against the marker, `besides` those that the caller checks.
 
-    Raises: ArtifactError naming the first file that is missing, truncated or altered.
+    Raises: ArtifactError naming the first file that is missing, truncated or altered; Unreadable, which is one, where
+        that cannot be told now.
     """
     manifest = read_manifest(directory)
     paths = [directory / name for name in manifest.files if name not in besides]
@@ -233,7 +234,7 @@ def read_verified(directory: Path, name: str) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {refusal(error, path)}") from error
+        raise cannot_read(error, path) from error
     check_file(path, expected=entry, found=FileEntry(bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content)))
     return content
 
@@ -292,7 +293,7 @@ def _measure(path: Path) -> FileEntry:
                 hasher.update(chunk)
                 size += len(chunk)
     except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {refusal(error, path)}") from error
+        raise cannot_read(error, path) from error
     return FileEntry(bytes=size, xxh3=hasher.hexdigest())
 
 

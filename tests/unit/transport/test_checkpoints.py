@@ -1,9 +1,14 @@
+import errno
 import logging
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from prime_rl.errors import ArtifactError
+from prime_rl.errors import ArtifactError, Unreadable
 from prime_rl.transport.checkpoints import (
     LATEST,
     ORCHESTRATOR_STATE,
@@ -111,3 +116,75 @@ def test_verify_names_a_missing_file(tmp_path):
     (checkpoint / ORCHESTRATOR_STATE).unlink()
     with pytest.raises(ArtifactError, match=r"step_1/orchestrator/state.msgpack"):
         verify(checkpoint)
+
+
+@contextmanager
+def refusing(directory: Path, code: int) -> Iterator[None]:
+    """No file in `directory` can be opened; of a server of files this cannot be had in a test."""
+    real = Path.open
+
+    def opening(path: Path, *arguments, **named):
+        if path.is_relative_to(directory):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", opening)
+        yield
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+def test_what_cannot_be_read_now_is_neither_passed_over_nor_removed(tmp_path, code):
+    for step in (10, 20):
+        publish(tmp_path / "checkpoints", step)
+    for step in (19, 20):
+        with draft_dir(tmp_path / "weights" / f"step_{step}", durable=step == 19) as draft:
+            (draft.directory / "a").write_text("alpha")
+    for content in (ORCHESTRATOR_STATE, "STABLE"):
+        with refusing(tmp_path / "checkpoints" / "step_20" / content, code):
+            with pytest.raises(Unreadable, match=r"cannot read .*checkpoints/step_20/.* may be whole"):
+                newest_sound([tmp_path / "checkpoints"])
+            with pytest.raises(Unreadable, match=r"cannot read .*checkpoints/step_20/.* may be whole"):
+                choose([tmp_path / "checkpoints"], LATEST)
+    for content, step in (("a", 20), ("STABLE", 20), ("STABLE", 19)):
+        with (
+            refusing(tmp_path / "weights" / f"step_{step}" / content, code),
+            pytest.raises(Unreadable, match=rf"cannot read .*weights/step_{step}/{content}: "),
+        ):
+            remove_lost(tmp_path / "weights")
+    assert newest_sound([tmp_path / "checkpoints"]) == tmp_path / "checkpoints" / "step_20"
+    assert remove_lost(tmp_path / "weights") == []
+    assert len(list((tmp_path / "weights").iterdir())) == 2
+
+
+def test_of_a_checkpoint_that_cannot_be_read_now_nobody_says_that_it_is_damaged(tmp_path):
+    publish(tmp_path, 10)
+    damage(publish(tmp_path, 20))
+    with (
+        refusing(tmp_path / "step_10", errno.ESTALE),
+        pytest.raises(
+            ArtifactError, match=r"step 20 cannot be used: .*; of the one before it nobody can tell: .*Stale"
+        ),
+    ):
+        choose([tmp_path], LATEST)
+
+
+def test_files_that_ran_out_do_not_damage_a_checkpoint(tmp_path):
+    publish(tmp_path, 10)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    taken: list[int] = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        with pytest.raises(Unreadable, match="as many files and connections open as it may"):
+            verify(tmp_path / "step_10")
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert newest_sound([tmp_path]) == tmp_path / "step_10"
