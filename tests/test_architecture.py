@@ -147,26 +147,55 @@ def test_help_loads_neither_torch_nor_verifiers(command):
     assert result.stdout.startswith(f"usage: {command}")
 
 
+FINDS_SLOW = """
+slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}
+if found := slow & set(sys.modules): sys.exit(f'loaded {found}')
+"""
 SERVES = f"import prime_rl.inference.embedded; from prime_rl.models.hf import load_decoder; load_decoder({MODEL!r})"
 TRAINS = f"""
-from pathlib import Path
-import prime_rl.trainer.rl.build
-from prime_rl.config.trainer import TrainerModelConfig
-from prime_rl.trainer.model.build import build_model
-from prime_rl.trainer.ranks import ALONE
-build_model(TrainerModelConfig(name={MODEL!r}), Path({MODEL!r}), ALONE, seed=0)
+from prime_rl.config.load import load
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.trainer.rl.build import train_rl
+from prime_rl.trainer.trainer import Trainer
+
+def train(name, *flags):
+    run = ["@", "configs/debug/train.toml", "--model.name", {MODEL!r}, "--device", "cpu", "--max-steps", "2"]
+    train_rl(load(TrainerConfig, [*run, "--output-dir", f"{{sys.argv[1]}}/{{name}}", *flags], {{}}))
+"""
+CHECKPOINTS = """
+run = Trainer.run
+def runs_without_imports(trainer):
+    before = set(sys.modules)
+    run(trainer)
+    found = sorted({*sys.modules} - before)
+    if len(found) > 9: sys.exit(f'{len(found)} modules were imported: {found[:9]}')  # `torch.save` brings two
+Trainer.run = runs_without_imports
 """
 
 
-@pytest.mark.parametrize("made", [SERVES, TRAINS], ids=["server", "trainer"])
-def test_a_model_of_one_process_is_made_without_what_takes_seconds_to_import(made):
-    code = (
-        f"import sys\n{made}\n"
-        "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}\n"
-        "sys.exit(f'loaded {found}' if (found := slow & set(sys.modules)) else 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def in_a_process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"import sys\n{code}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_server_is_made_without_what_takes_seconds_to_import():
+    result = in_a_process(SERVES + FINDS_SLOW)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_trainer_of_one_process_trains_without_what_takes_seconds_to_import(tmp_path):
+    """With any optimizer, with an adapter, and publishing."""
+    others = "train('adamw')\ntrain('muon', '--optim.type', 'muon')\ntrain('lora', '--model.lora.rank', '2')"
+    result = in_a_process(TRAINS + others + FINDS_SLOW, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("flags", [("--ckpt.interval", "1"), ("--recovery-interval", "0.001")])
+def test_what_checkpoints_need_is_imported_before_training_begins(tmp_path, flags):
+    """Later it would hold up a step, and be looked through by every full collection of garbage."""
+    result = in_a_process(f"{TRAINS}{CHECKPOINTS}train('saves', *{flags})", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert '"checkpoint_complete"' in (tmp_path / "saves" / "journal.jsonl").read_text()
 
 
 def test_the_eval_command_is_ours():

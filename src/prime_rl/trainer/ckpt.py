@@ -8,7 +8,7 @@
 
 Weights that are not trained (all but the adapter, with LoRA) are those of the model directory and not here.
 
-Torch's module for it imports DTensor (see `models.slices`), so only who writes or reads a checkpoint imports it.
+Torch's modules for it import DTensor (see `models.slices`), so only who writes or reads checkpoints imports them.
 """
 
 import warnings
@@ -60,6 +60,16 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was loaded."""
+
+
+def import_saving() -> None:
+    """Import what `save_state` needs, before training begins.
+
+    In mid-training it would hold up a step, and what it makes would be looked through by all full collections of
+    garbage, which leave out what was there before.
+    """
+    import torch.distributed.checkpoint.filesystem  # noqa: PLC0415
+    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401, PLC0415
 
 
 def state_of(model: TrainedModel, optimizer: Stateful | None) -> State:

@@ -13,7 +13,7 @@ from prime_rl.trainer.checkpoints.keeper import CheckpointKeeper, CheckpointPlan
 from prime_rl.trainer.checkpoints.retention import CheckpointRetention
 from prime_rl.trainer.checkpoints.start import Start, checkpoint_root, kind_of
 from prime_rl.trainer.checkpoints.writer import CheckpointWriter
-from prime_rl.trainer.ckpt import Stateful, state_of
+from prime_rl.trainer.ckpt import Stateful, import_saving, state_of
 from prime_rl.trainer.model.build import TrainedModel
 from prime_rl.trainer.publish.retention import BesideCheckpoints, Retention
 from prime_rl.trainer.ranks import Ranks
@@ -97,6 +97,8 @@ def build_keeper(
         for root in (kept.checkpoints.checkpoints, kept.checkpoints.recovery):
             remove_drafts(root)
     writer = stack.enter_context(closing(CheckpointWriter(ranks)))
+    if plan.is_on or plan.recovery_interval_s is not None:
+        import_saving()
     if (plan.is_on and plan.is_async) or plan.recovery_interval_s is not None:
         writer.prepare(state_of(model, optimizer))
     return CheckpointKeeper(
