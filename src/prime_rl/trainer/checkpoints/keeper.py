@@ -160,13 +160,13 @@ class CheckpointKeeper:
     def step_done(self, step: int, *, is_recovery_due: bool, num_skipped: int) -> bool:
         self._writer.check()
         self._progress.num_skipped = num_skipped
-        if self._plan.has(step):
-            self._save(step, self._retention.checkpoints, "checkpoint", with_optimizer=not self._plan.weights_only)
-        elif is_recovery_due and step != self._plan.max_steps:
+        is_planned, is_whole = self._plan.has(step), not self._plan.weights_only
+        if is_planned:
+            self._save(step, self._retention.checkpoints, "checkpoint", with_optimizer=is_whole)
+        is_recovered_from = is_recovery_due and step != self._plan.max_steps and not (is_planned and is_whole)
+        if is_recovered_from:
             self.save_recovery(step)
-        else:
-            return False
-        return True
+        return is_planned or is_recovered_from
 
     def save_recovery(self, step: int) -> None:
         """Write a recovery checkpoint, in the background. All ranks at once. Raises: as `step_done`."""

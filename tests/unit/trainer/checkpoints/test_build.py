@@ -306,6 +306,22 @@ def test_counting_anew_survives_a_kill_at_once(config, recorded):
         assert complete_checkpoints(paths.checkpoints) == [6, 8], killed_at
 
 
+def test_beside_checkpoints_of_weights_alone_there_are_those_for_recovery(config, recorded):
+    for name in ("whole", "run"):
+        recorded(8, name)
+    train_rl(config("whole"))
+    values = {"ckpt": {"interval": 1, "weights_only": True}, "recovery_interval": 0.001}
+    with killed_in(4), recovery_after(1, 3):
+        train_rl(config(**values))
+    paths = RunPaths(config().output_dir)
+    assert (complete_checkpoints(paths.recovery), complete_checkpoints(paths.checkpoints)) == ([3], [1, 2, 3, 4])
+    assert read_record(paths.recovery / "step_3" / "trainer").has_optimizer
+    assert not read_record(paths.checkpoints / "step_3" / "trainer").has_optimizer
+    train_rl(config(**values, recover=True))
+    assert are_equal(config(), config("whole"))
+    assert complete_checkpoints(paths.checkpoints) == list(range(1, 9))
+
+
 def test_a_run_that_goes_on_has_a_recovery_checkpoint_after_its_first_step(config, recorded):
     recorded(8)
     with killed_in(3):
