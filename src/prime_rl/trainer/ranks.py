@@ -11,7 +11,7 @@ told           gloo              what rank 0 finds on the disk before the first 
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
@@ -24,7 +24,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.lifeline import WRITING_S
 
 SIGN_S: Final = 5.0
-"""Between two signs of life of rank 0."""
+"""Between two signs of life of rank 0, at most."""
 STALLED_S: Final = 600.0
 """Rank 0 that got no further for so long gives no more of them: the disk hangs."""
 
@@ -46,6 +46,8 @@ class Ranks:
     """Another one, in which the others wait for as long as rank 0 may have to wait for the rest of the run."""
     patience_s: float | None = None
     """How long that is."""
+    sign_s: float = SIGN_S
+    """Between two signs of life of rank 0, several of which come before anybody gives up."""
 
     @property
     def is_leader(self) -> bool:
@@ -92,9 +94,10 @@ class Ranks:
 
     def _give_signs(self, task: activity.Task, is_done: threading.Event) -> None:
         """In a thread of rank 0: tell the others now and then that it gets on with `task`, while it does."""
-        while not is_done.wait(SIGN_S):
-            if task.seconds < STALLED_S:
-                dist.broadcast_object_list([None], src=0, group=self.control)
+        with suppress(RuntimeError):  # one of them is gone, which `told` hears when it tells the result
+            while not is_done.wait(self.sign_s):
+                if task.seconds < STALLED_S:
+                    dist.broadcast_object_list([None], src=0, group=self.control)
 
     def gathered(self, value: Any) -> list[Any]:
         """`value` of every rank, in their order, on every rank."""
@@ -146,6 +149,7 @@ def joined(
         saving=saving,
         words=words,
         patience_s=timeout + patience,
+        sign_s=min(SIGN_S, timeout / 3),
     )
     dist.destroy_process_group()  # after an error NCCL would wait for the others here, before anybody hears of it
 

@@ -1,3 +1,4 @@
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,8 +71,10 @@ LIMIT_S = 3.0
 
 def wait_for_a_reader(ranks: Ranks) -> tuple[str, str]:
     """What rank 0 reads, for longer than anybody waits for a word; once getting on with it, and once not."""
-    module.SIGN_S, module.STALLED_S = 0.2, 1.0
-    patient = replace(ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S)))
+    module.STALLED_S = 1.0
+    patient = replace(
+        ranks, sign_s=LIMIT_S / 3, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S))
+    )
 
     def read(beat: Callable[[], None]) -> str:
         end = time.monotonic() + LIMIT_S + 1
@@ -91,3 +94,26 @@ def test_ranks_wait_for_the_first_one_for_as_long_as_it_gets_on():
     leader, other = on_ranks(2, wait_for_a_reader)
     assert leader[0] == other[0] == "read"
     assert other[1] != "read"
+
+
+@pytest.mark.parametrize(("timeout", "sign_s"), [(3, 1.0), (600, 5.0)])
+def test_signs_of_life_come_before_anybody_gives_up(timeout, sign_s):
+    with joined(lambda: CPU, timeout=timeout, always=True) as ranks:
+        assert ranks.sign_s == sign_s
+
+
+def leave_the_reader(ranks: Ranks) -> list[str]:
+    """What rank 0 says of the other one, which is gone while it reads."""
+    said: list[str] = []
+    threading.excepthook = lambda arguments: said.append(f"in a thread: {arguments.exc_value}")
+    if ranks.is_leader:
+        try:
+            replace(ranks, sign_s=0.1).told("reading", lambda: time.sleep(2))
+        except RuntimeError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_that_a_rank_is_lost_while_the_first_one_reads_is_said_once():
+    leader, _ = on_ranks(2, leave_the_reader)
+    assert leader == ["RuntimeError"]
