@@ -145,13 +145,13 @@ def stop(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) ->
 
 
 def _wait_for_ends(running: Sequence[Running], paths: RunPaths, hurry: threading.Event) -> None:
-    """Until all have ended, for GRACE_S at most; as long as the trainer is writing weights, longer."""
+    """Until all have ended, for GRACE_S at most; as long as the trainer is writing weights or a checkpoint, longer."""
     start = seen = time.monotonic()
     is_told = False
     while any(one.code is None for one in running) and not hurry.wait(ENDING_POLL_S):
         now = time.monotonic()
-        has_trainer = any(one.spec.command == "trainer" and one.code is None for one in running)
-        written = [*drafts(paths.weights), *drafts(paths.merged)] if has_trainer else []
+        trainers = [one.spec for one in running if one.spec.command == "trainer" and one.code is None]
+        written = [draft for spec in trainers for root in _written_by(spec, paths) for draft in drafts(root)]
         if written and now < start + lifeline.WRITING_S:
             seen = now
         if now >= seen + GRACE_S:
@@ -159,7 +159,14 @@ def _wait_for_ends(running: Sequence[Running], paths: RunPaths, hurry: threading
         if written and now >= start + GRACE_S and not is_told:
             is_told = True
             where = ", ".join(str(draft.parent) for draft in written)
-            print(f"waiting for the trainer to write weights to {where}; Ctrl-C ends it now", file=sys.stderr)
+            print(f"waiting for the trainer to finish what it writes to {where}; Ctrl-C ends it now", file=sys.stderr)
+
+
+def _written_by(trainer: ProcessSpec, paths: RunPaths) -> tuple[Path, ...]:
+    """Where it writes what takes its time and is worth waiting for."""
+    ckpt = getattr(trainer.config, "ckpt", None)
+    checkpoints = paths.checkpoints if ckpt is None else ckpt.output_dir or paths.checkpoints
+    return paths.weights, paths.merged, checkpoints, paths.recovery
 
 
 def end_family(one: Running) -> list[psutil.Process]:

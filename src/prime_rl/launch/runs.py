@@ -43,9 +43,10 @@ from prime_rl.launch.machine import ProcessSpec
 from prime_rl.launch.processes import is_there, kill, marked
 from prime_rl.launch.servers import check_ports
 from prime_rl.launch.supervise import over_files, recovering
-from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results
+from prime_rl.paths import RunPaths, check_run_dir, claim_run_dir, found_results, step_dir
 from prime_rl.resume import go_back, sources
 from prime_rl.transport.checkpoints import choose, complete_checkpoints, remove_lost, step_of
+from prime_rl.transport.manifest import remove_dir
 
 LEFTOVER_S: Final = 30.0
 """Seconds in which what a killed launcher has left ends by itself; then it is killed. Nothing is lost by that."""
@@ -142,7 +143,10 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
     entries = read_journal(paths.journal)
     recorded = _recorded(paths)
     is_unfinished = config.supervise and recorded is not None and _is_unfinished(entries)
-    if is_unfinished and recorded is not None and found_results(paths.output_dir):
+    has_results = bool(found_results(paths.output_dir))
+    # Of a run that counts anew all is set aside until its first weights: it goes on from its checkpoint.
+    is_there = has_results or (resume_step is None and _resumed_from(entries) is not None)
+    if is_unfinished and recorded is not None and is_there:
         if resume_step is None:
             _check_same(config, recorded, paths)
             return Decision(Beginning.GOES_ON)
@@ -156,6 +160,12 @@ def decide(config: RLConfig, paths: RunPaths) -> Decision:
         return Decision(Beginning.GOES_BACK, step_of(choose(roots, resume_step)))
     check_run_dir(paths.output_dir, clean=False)
     _check_checkpoints(config, paths)
+    if aside := sorted(path.name for path in paths.superseded.glob("[0-9]*")):
+        raise ConfigError(
+            f"{paths.output_dir} holds a run of which all was set aside (superseded/{aside[-1]}); go back to a "
+            "checkpoint of it with --ckpt.resume-step and --ckpt.skip-progress, choose another directory with "
+            "--output-dir, or delete it with --clean"
+        )
     return Decision(Beginning.NEW)
 
 
@@ -206,6 +216,8 @@ def finish(paths: RunPaths) -> None:
     except DataError:  # with a line that says nothing, the next launcher asks for help before anything else
         is_noted = False
     if is_noted:
+        for step in complete_checkpoints(paths.recovery):
+            remove_dir(step_dir(paths.recovery, step))  # whoever is killed here leaves none that is half there
         shutil.rmtree(paths.recovery, ignore_errors=True)
 
 

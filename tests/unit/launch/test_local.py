@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from prime_rl import lifeline
+from prime_rl.config.artifacts import TrainerCheckpointConfig
 from prime_rl.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from prime_rl.config.load import load
 from prime_rl.config.shared import ClientConfig
@@ -23,6 +24,7 @@ from prime_rl.launch import processes
 from prime_rl.launch.local import find_server, named_machine, run_local, this_machine
 from prime_rl.launch.machine import ProcessSpec
 from prime_rl.monitors.events import EventTail
+from prime_rl.paths import RunPaths
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -230,7 +232,7 @@ TRAINER = """
 import signal, sys, time
 from pathlib import Path
 
-draft = Path(sys.argv[1], "weights", ".step_4.tmp-1")
+draft = Path(sys.argv[1], sys.argv[3], ".step_4.tmp-1")
 draft.mkdir(parents=True)
 
 def finish(number, frame):
@@ -244,9 +246,9 @@ time.sleep(60)
 """
 
 
-def writing(directory, seconds):
-    """A trainer that is writing weights and needs so long for the rest; beside it a process that fails meanwhile."""
-    argv = (sys.executable, "-c", TRAINER, str(directory), str(seconds))
+def writing(directory, seconds, what="weights"):
+    """A trainer that is writing and needs so long for the rest; beside it a process that fails meanwhile."""
+    argv = (sys.executable, "-c", TRAINER, str(directory), str(seconds), what)
     await_it = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\nsys.exit(3)"
     failing = (sys.executable, "-c", await_it, str(directory / "ready"))
     return [
@@ -255,15 +257,28 @@ def writing(directory, seconds):
     ]
 
 
-def test_a_trainer_that_is_writing_weights_is_waited_for_and_that_is_said(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("what", ["weights", "merged", "checkpoints", "recovery"])
+def test_a_trainer_that_is_writing_is_waited_for_and_that_is_said(tmp_path, monkeypatch, capfd, what):
     monkeypatch.setattr(processes, "GRACE_S", 0.5)
     with pytest.raises(ProcessFailed, match="orchestrator ended with exit code 3"):
-        run_local(writing(tmp_path, 2), tmp_path)
-    assert os.listdir(tmp_path / "weights") == ["step_4"]
+        run_local(writing(tmp_path, 2, what), tmp_path)
+    assert os.listdir(tmp_path / what) == ["step_4"]
     assert (
         capfd.readouterr().err
-        == f"waiting for the trainer to write weights to {tmp_path}/weights; Ctrl-C ends it now\n"
+        == f"waiting for the trainer to finish what it writes to {tmp_path}/{what}; Ctrl-C ends it now\n"
     )
+
+
+def test_a_checkpoint_that_is_written_elsewhere_is_waited_for_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    spec = writing(tmp_path, 2, "big-disk")[0]
+    one = processes.start(spec, tmp_path)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.05)
+    elsewhere = TrainerCheckpointConfig(output_dir=tmp_path / "big-disk")
+    trainer = replace(spec, config=TrainerConfig(output_dir=tmp_path, ckpt=elsewhere))
+    processes.stop([replace(one, spec=trainer)], RunPaths(tmp_path), threading.Event())
+    assert os.listdir(tmp_path / "big-disk") == ["step_4"]
 
 
 def test_it_is_not_waited_for_once_ctrl_c_says_so(tmp_path, monkeypatch):

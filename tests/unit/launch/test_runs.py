@@ -33,9 +33,9 @@ from prime_rl.launch.runs import (
     held,
 )
 from prime_rl.paths import RunPaths, step_dir
-from prime_rl.resume import sources
+from prime_rl.resume import go_back, sources
 from prime_rl.transport.checkpoints import choose
-from prime_rl.transport.manifest import complete_steps, draft_dir, publish_dir, remove_dir
+from prime_rl.transport.manifest import complete_steps, draft_dir, publish_dir, remove_dir, remove_drafts
 
 NEW = Decision(Beginning.NEW)
 GOES_ON = Decision(Beginning.GOES_ON)
@@ -333,6 +333,31 @@ def test_counting_anew_is_begun_again_after_a_launcher_was_killed_and_gone_on_wi
     assert [path.name for path in paths.superseded.iterdir()] == ["1"]
 
 
+def test_counting_anew_that_was_stopped_before_its_first_weights_goes_on_from_its_checkpoint(paths):
+    began(paths, "--ckpt", checkpoints=(2, 3), ended=("run_complete",))
+    entered(paths, *COUNTS_ANEW)
+    write_toml(rl(paths, *COUNTS_ANEW), paths.config("rl"))
+    Journal(paths.journal, "launcher").note("run_stopped", reason=INTERRUPTED)
+    with pytest.raises(ConfigError, match="seed is 7 and was "):
+        entered(paths, "--ckpt.skip-progress", "--seed", "7")
+    decision, configs = entered(paths, "--ckpt.skip-progress")
+    assert decision == GOES_ON
+    ckpt = configs["trainer"].ckpt
+    assert (configs["trainer"].recover, ckpt.resume_step, ckpt.skip_progress) == (True, 2, True)
+    started = [entry.facts["beginning"] for entry in read_journal(paths.journal) if "beginning" in entry.facts]
+    assert started == ["goes_back", "goes_on"]
+
+
+def test_what_counting_anew_has_set_aside_is_not_left_for_a_new_run(paths):
+    """The launcher was killed when all was aside, and before it could note that."""
+    began(paths, "--ckpt", checkpoints=(2,), ended=("run_complete",))
+    go_back(paths, 2, counts_anew=True)
+    with pytest.raises(ConfigError, match=r"set aside \(superseded/1\).*--ckpt\.skip-progress.*--clean"):
+        decide(rl(paths), paths)
+    assert decide(rl(paths, *COUNTS_ANEW), paths) == Decision(Beginning.GOES_BACK, 2)
+    assert decide(rl(paths, "--clean"), paths) == NEW
+
+
 @pytest.mark.parametrize("argv", [["--ckpt.resume-step", "-1"], ["--ckpt"]])
 def test_a_run_that_went_back_and_goes_on_still_knows_to_which_checkpoint(paths, argv):
     began(paths, "--ckpt", checkpoints=(1, 3), ended=("run_complete",))
@@ -390,6 +415,22 @@ def test_a_complete_run_has_nothing_to_recover(paths):
     finish(paths)
     assert not paths.recovery.exists()
     assert read_journal(paths.journal)[-1].event == "run_complete"
+
+
+def test_a_launcher_that_is_killed_at_the_end_leaves_no_part_of_the_recovery_checkpoint(paths):
+    began(paths)
+    with publish_dir(step_dir(paths.recovery, 30)) as draft:
+        for shard in range(3):
+            (draft / str(shard)).write_text("x")
+    if (child := os.fork()) == 0:
+        unlink, left = os.unlink, iter(range(2))
+        os.unlink = lambda *args, **kwargs: unlink(*args, **kwargs) if next(left, None) is not None else os._exit(9)
+        finish(paths)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert list(paths.recovery.glob("step_*")) == []
+    remove_drafts(paths.recovery)
+    assert list(paths.recovery.iterdir()) == []
 
 
 def test_what_is_not_noted_as_complete_can_be_recovered(paths, monkeypatch):
