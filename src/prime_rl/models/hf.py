@@ -383,9 +383,16 @@ class _Shard:
         self._thread.start()
 
     def written(self) -> tuple[Path, FileDigest, list[str]]:
-        """The file with its digest, and what is in it. Raises: what came up while it was being written."""
+        """The file with its digest, and what is in it; once. Raises: what came up while it was being written."""
         self.join()
-        return self._path, self._digest.result(), self._names
+        digest = self._digest
+        del (
+            self._digest
+        )  # nothing in the frames of an error's traceback holds the error: a cycle would keep all tensors
+        try:
+            return self._path, digest.result(), self._names
+        finally:
+            del digest
 
     def join(self) -> None:
         """Wait for the file, and until the thread is over.
@@ -399,6 +406,7 @@ class _Shard:
             self._digest.set_result(write_file(self._path, tensors))
         except BaseException as error:  # noqa: BLE001 (raised by whoever waits)
             self._digest.set_exception(error)
+            del self, tensors  # which the error's traceback would hold
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

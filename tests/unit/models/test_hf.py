@@ -1,11 +1,14 @@
+import gc
 import json
 import logging
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,3 +189,24 @@ def test_no_thread_outlives_the_writing_of_its_shard(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Future, "set_result", and_go_on_for_a_while)
     write_safetensors({"a": torch.zeros(3), "b": torch.zeros(3)}.items(), tmp_path, max_shard_bytes=8)
     assert [thread for thread in threading.enumerate() if thread.name == "shard"] == []
+
+
+def test_tensors_that_could_not_be_written_are_let_go_of_at_once(tmp_path: Path) -> None:
+    """A shard is gigabytes, which no garbage collector would be in a hurry to look for."""
+    for number in (0, 1):  # nobody asks the second one what was wrong with it
+        (tmp_path / f"shard-{number}.safetensors").mkdir()
+
+    def write() -> list[weakref.ref[np.ndarray]]:
+        arrays = [np.zeros(2, np.float32) for _ in range(2)]
+        tensors = {str(number): torch.from_numpy(array) for number, array in enumerate(arrays)}
+        try:
+            write_safetensors(tensors.items(), tmp_path, max_shard_bytes=8)
+        except IsADirectoryError:
+            return [weakref.ref(array) for array in arrays]
+        raise AssertionError("both were written")
+
+    gc.disable()
+    try:
+        assert [held() for held in write()] == [None, None]
+    finally:
+        gc.enable()
