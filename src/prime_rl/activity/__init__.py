@@ -180,6 +180,7 @@ class _Reporter:
         self._tasks: dict[int, Task] = {}
         self._children: dict[str, str] = {}
         self._looped_at: float | None = None
+        self._stepped_at: float | None = None
         self.got_on_at = 0.0
         """When whatever this process is at got further last."""
         self.name = ""
@@ -235,6 +236,9 @@ class _Reporter:
     def looped(self) -> None:
         self._looped_at = clock()
 
+    def stepped(self) -> None:
+        self._stepped_at = clock()
+
     def _run(self) -> None:
         while not self._is_over:
             self._changed.wait(BEAT_S)
@@ -273,6 +277,7 @@ class _Reporter:
             waits=tuple(sorted(waits, key=lambda wait: -wait.waited_s)),
             got_on_s=clock() - self.got_on_at if self.got_on_at else None,
             loop_s=None if self._looped_at is None else clock() - self._looped_at,
+            engine_s=None if self._stepped_at is None else clock() - self._stepped_at,
             children=dict(self._children),
             ended=self._is_over,
         )
@@ -330,6 +335,11 @@ def beat() -> None:
 def loop_beat() -> None:
     """The event loop of this process has a turn. To be called about once a second or more often."""
     _here.looped()
+
+
+def engine_beat() -> None:
+    """The engine of this process has taken a step, or has nothing to do. To be called as often."""
+    _here.stepped()
 
 
 def child_started(name: str, pid: int) -> None:

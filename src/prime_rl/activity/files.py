@@ -59,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Since what it is at got further last (`activity.beat`); None where it has not said so yet."""
     loop_s: float | None = None
     """Since its event loop had a turn; None for a process without one."""
+    engine_s: float | None = None
+    """Since its engine took a step, or had nothing to do; None for a process without one."""
     children: dict[str, str] = {}
     """Processes that it has started and watches, by name: their tokens."""
     ended: bool = False

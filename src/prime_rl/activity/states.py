@@ -27,6 +27,8 @@ class Condition(StrEnum):
     """By SIGSTOP, or a debugger. SIGCONT lets it go on."""
     SILENT = "silent"
     """It runs, and does not report, or its event loop stands still."""
+    STUCK = "stuck"
+    """It answers, and its engine takes no step with requests in it."""
     GONE = "gone"
     """It was killed, or died."""
     ENDED = "ended"
@@ -39,7 +41,7 @@ class State:
 
     condition: Condition
     since_s: float | None = None
-    """Seconds for which it has been stopped, silent or gone, as far as that is known."""
+    """Seconds for which it has been stopped, silent, stuck or gone, as far as that is known."""
     pid: int | None = None
 
     @property
@@ -48,6 +50,8 @@ class State:
         if self.condition in (Condition.ALIVE, Condition.STARTING, Condition.ENDED):
             return ""
         since = "" if self.since_s is None else f" since {self.since_s:.0f} s"
+        if self.condition is Condition.STUCK:
+            return f"has an engine that takes no step{since}"
         return f"is {self.condition}{since}"
 
 
@@ -64,6 +68,8 @@ def state_of(report: Report, directory: Path) -> State:
     stands_s = 0.0 if report.loop_s is None else report.loop_s
     if max(silent_s, stands_s) > SILENT_S:
         return State(condition=Condition.SILENT, since_s=max(silent_s, stands_s), pid=report.pid)
+    if report.engine_s is not None and report.engine_s > SILENT_S:
+        return State(condition=Condition.STUCK, since_s=report.engine_s, pid=report.pid)
     return State(condition=Condition.ALIVE, pid=report.pid)
 
 

@@ -83,8 +83,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; uvicorn asks ten times a second."""
+        activity.loop_beat()
         if self._gets_on():
-            activity.loop_beat()
+            activity.engine_beat()
         if self._failure is not None:
             self.engine_failure = self.engine_failure or self._failure()
         return await super().on_tick(counter) or self.engine_failure is not None or self._is_told

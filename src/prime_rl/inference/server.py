@@ -151,20 +151,22 @@ def build_server(service: Service, api_key: str | None, *, ends_with_engine: boo
     """The HTTP server of a service, not started; it outlives a failed engine, answering 503, unless told otherwise."""
     backend = service.backend
     failure = (lambda: backend.stats().error) if ends_with_engine else None
-    return Server(build_app(service, api_key), close=backend.close, failure=failure, gets_on=_Steps(backend))
+    return Server(build_app(service, api_key), close=backend.close, failure=failure, gets_on=_Steps(service))
 
 
 class _Steps:
-    """Whether the engine takes steps while it has requests and is not paused."""
+    """Whether the engine takes steps while it has requests and is not paused. A server without work is told to get on
+    as well, but not one that loads weights, for which somebody waits."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, service: Service) -> None:
+        self._backend, self._administration = service.backend, service.administration
         self._num_steps = -1
 
     def __call__(self) -> bool:
         stats = self._backend.stats()
         before, self._num_steps = self._num_steps, stats.steps_total
-        if stats.steps_total > max(before, 0):
+        has_work = stats.num_running + stats.num_waiting > 0 or self._administration.lock.locked()
+        if stats.steps_total > max(before, 0) or not has_work:
             activity.beat()
         return stats.paused or stats.num_running == 0 or stats.steps_total != before
 

@@ -14,6 +14,7 @@ REPORT = Report(
     doing=(Doing(text="training step 12", since=1.0, for_s=0.5, deadline_s=3600.0),),
     waits=(Wait(owner="orchestrator", reason="batch 13", since=1.0, waited_s=0.5, deadline_s=60.0),),
     loop_s=0.25,
+    engine_s=0.5,
     children={"worker": "13:346"},
 )
 

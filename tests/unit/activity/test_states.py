@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import msgspec
 from tests.doubles.reporting import await_true, process, tell, until_report
@@ -28,6 +29,12 @@ def test_a_process_that_runs_and_does_not_report_is_silent_and_so_is_one_whose_l
         assert state_of(old, tmp_path).condition is Condition.ALIVE, "its file was touched"
         stuck = msgspec.structs.replace(report, loop_s=60.0)
         assert state_of(stuck, tmp_path).trouble == "is silent since 60 s"
+
+
+def test_a_server_whose_engine_takes_no_step_is_stuck_and_not_silent():
+    report = Report(process="x", token="1:1", host="far", time=time.time(), beat=0.0, age_s=0.0, engine_s=60.0)
+    state = state_of(report, Path("nowhere"))
+    assert (state.condition, state.trouble) == (Condition.STUCK, "has an engine that takes no step since 60 s")
 
 
 def test_a_process_of_another_machine_is_judged_by_its_reports_alone(tmp_path):

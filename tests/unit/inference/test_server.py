@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import signal
 import socket
 
@@ -6,14 +7,14 @@ import httpx
 import pytest
 import uvicorn
 
-from prime_rl import lifeline
+from prime_rl import activity, lifeline
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.errors import ConfigError, InferenceError, ModelError
 from prime_rl.inference import server
 from prime_rl.inference.backend import EngineFailed
 from prime_rl.inference.embedded import EmbeddedAdministration
 from prime_rl.inference.http_server import bind
-from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, choose_backend, host_of, run, serve
+from prime_rl.inference.server import API_KEY_VARIABLE, api_key_of, build_server, choose_backend, host_of, run, serve
 from prime_rl.inference.service import Service
 
 
@@ -236,3 +237,18 @@ def test_an_offloaded_cache_is_computed_anew_and_cannot_be_kept():
     assert config(**written).kv_cache_on_update == "recompute"
     with pytest.raises(ValueError, match="kv_cache_offload needs kv_cache_on_update = 'recompute'"):
         config(kv_cache_offload={}, kv_cache_on_update="keep")
+
+
+async def test_a_server_gets_on_without_a_request_but_not_while_somebody_waits_for_weights(make_backend, tokenizer):
+    administration = EmbeddedAdministration(backend := make_backend(), first=backend.weights().items)
+    service = Service.build(
+        backend, tokenizer, model_name="tiny", model_root="/models/tiny", administration=administration
+    )
+    served, got_on = build_server(service, None), activity.doing("serving")
+    for is_loading, num_requests, gets_on in ((False, 0, True), (True, 0, False), (False, 1, False)):
+        backend.running = set(map(str, range(num_requests)))
+        await asyncio.sleep(0.2)
+        before = got_on.seconds
+        async with administration.lock if is_loading else contextlib.nullcontext():
+            await served.on_tick(1)
+        assert (got_on.seconds < before) is gets_on

@@ -79,9 +79,11 @@ async def serve(
             await asyncio.to_thread(engine.shutdown, timeout=ENGINE_STOP_S)
 
         def gets_on() -> bool:
-            is_at_rest = administration.paused() or administration.lock.locked()  # the latter: it may load weights
-            is_at_rest = is_at_rest or not engine.output_processor.has_unfinished_requests()
-            return steps.have_come() or is_at_rest or args.disable_log_stats
+            is_loading = administration.lock.locked()  # or something else for which somebody waits
+            is_idle = not is_loading and not engine.output_processor.has_unfinished_requests()
+            if is_idle:  # who waits for servers is not kept waiting by this one
+                activity.beat()
+            return steps.have_come() or is_idle or is_loading or administration.paused()
 
         server = Server(
             gated(app, administration, api_key),
@@ -153,7 +155,7 @@ def start_engine(args: Namespace, steps: Steps) -> VersionedLLM:
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
-        stat_loggers=None if engine_args.disable_log_stats else [steps],
+        stat_loggers=[steps],  # with vLLM's own switched off, too: then this is the only one
         disable_log_stats=engine_args.disable_log_stats,
     )
     return engine

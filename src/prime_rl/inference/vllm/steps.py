@@ -1,7 +1,7 @@
 """Whether vLLM's engine gets on: its steps, counted by a logger of its statistics, which is vLLM's own seam for this.
 
-The engine runs in a process of its own, so a server that answers says nothing of it. Where statistics are switched off
-(`inference.vllm.disable_log_stats`), nobody can tell.
+The engine runs in a process of its own, so a server that answers says nothing of it. It counts as well where vLLM's own
+statistics are switched off (`inference.vllm.disable_log_stats`).
 """
 
 from typing import Any
