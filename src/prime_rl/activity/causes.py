@@ -14,6 +14,8 @@ from prime_rl.activity.files import Report, Wait, is_of
 LAUNCHER: Final = "launcher"
 CURRENT_S: Final = 10.0
 """A launcher that could not write its own report for longer takes no others' silence for a hang."""
+BETWEEN_S: Final = 60.0
+"""For so long a process may be between two things that have deadlines, such as two waits: it writes a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ class HangWatch:
         self._heard: set[str] = set()
         """Processes that have given a sign of life since they were started: what a report says is theirs."""
         self._told: set[tuple[str, str, float]] = set()
-        """Waits that were told of."""
-        self._settled: set[tuple[str, str, float]] = set()
-        """Those of them that nobody will be blamed for any more."""
+        """Waits that are overdue, and were told of."""
+        self._busy: dict[str, tuple[str, float]] = {}
+        """By process: its token, and when it was seen last to have time left for what it is at."""
         self._hung: set[str] = set()
         """Processes that were, and were not started again since."""
 
@@ -104,7 +106,8 @@ class HangWatch:
         """`running`: the processes that shall report, by name, with their pids. `signs`: by process, what changes with
         every sign of life, the launcher's among them. `now`: seconds.
 
-        A wait is told of once, and a process once, until its pid is another one."""
+        A wait is told of once, unless it was renewed, and a process once, until its pid is another one.
+        """
         for name, pid in running.items():
             if self._pids.get(name) != pid:  # it was started, or started again
                 self._pids[name] = pid
@@ -121,7 +124,7 @@ class HangWatch:
         own = {name: report for name, report in reports.items() if _launched(name, running) and name in self._heard}
         own = {name: report for name, report in own.items() if not report.ended}
         found = [hang for name in [*own, *(set(running) - set(own))] if (hang := self._of(name, own, running, now))]
-        found += self._of_waits(own, running)
+        found += self._of_waits(own, running, now)
         once = {hang.culprit: hang for hang in reversed(found) if hang.culprit and hang.culprit not in self._hung}
         self._hung.update(filter(None, once))
         return [*once.values(), *(hang for hang in found if hang.culprit is None)]
@@ -136,25 +139,32 @@ class HangWatch:
             return None
         if report.loop_s is not None and report.loop_s >= self._hang_timeout_s:
             return Hang(culprit=culprit, reason=f"{which}has an event loop that stands still for {report.loop_s:.0f} s")
+        if report.engine_s is not None and report.engine_s >= self._hang_timeout_s:
+            reason = f"{which}has an engine that has taken no step with requests in it for {report.engine_s:.0f} s"
+            return Hang(culprit=culprit, reason=reason)
         for task in report.doing:
             if task.deadline_s is not None and task.for_s >= task.deadline_s:
                 reason = f"{which}has been at the same for {task.for_s:.0f} s: {task.text}"
                 return Hang(culprit=culprit, reason=reason)
         return None
 
-    def _of_waits(self, reports: Mapping[str, Report], running: Mapping[str, int]) -> Iterator[Hang]:
-        """A wait that is overdue is the fault of whoever is at the end of such waits, unless that one has time left."""
+    def _of_waits(self, reports: Mapping[str, Report], running: Mapping[str, int], now: float) -> Iterator[Hang]:
+        """A wait that is overdue is the fault of whoever is at the end of such waits, unless that one has time left.
+
+        It is looked at for as long as it is overdue: who has time left now may hang later."""
+        overdue = set()
         for name, report in reports.items():
             for wait in report.waits:
-                key = report.token, wait.owner, wait.since
-                if not wait.is_overdue or key in self._settled:
+                if not wait.is_overdue:
                     continue
+                key = report.token, wait.owner, wait.since
+                overdue.add(key)
                 end = chain(reports, wait.owner, lambda name: "", leads_on=lambda one: one.is_overdue).end
                 launched = [one for one in running if is_of(one, end)]
-                if any(one not in reports for one in launched):
-                    continue  # it is starting: that has a limit of its own
-                accused = [one for one in launched if not _has_time(reports[one], wait)]
-                culprits = [one for one in accused if not self._gets_on(reports[one], wait)]
+                judged = [one for one in launched if one in reports]  # others start, which has a limit of its own
+                if launched and not judged:
+                    continue
+                culprits = [one for one in judged if self._is_to_blame(reports[one], wait, now)]
                 for culprit in culprits:
                     waited = f"{wait.waited_s:.0f} s for {wait.reason}"
                     yield Hang(culprit=culprit, reason=f"has kept {name} waiting {waited}")
@@ -162,8 +172,16 @@ class HangWatch:
                     reason = f"{name} has waited {wait.waited_s:.0f} s for {wait.reason} of {wait.owner}"
                     yield Hang(culprit=None, reason=reason)
                 self._told.add(key)
-                if culprits or not accused:  # who only gets on now is looked at again
-                    self._settled.add(key)
+        self._told &= overdue  # one that is renewed, or over, may be overdue anew
+
+    def _is_to_blame(self, accused: Report, wait: Wait, now: float) -> bool:
+        """Unless it has begun only lately, gets on, or is at something, or waits, with time left, or was just now."""
+        limit_s = wait.deadline_s or 0.0
+        if _is_busy(accused):
+            self._busy[accused.process] = accused.token, now
+        token, busy_at = self._busy.get(accused.process, ("", 0.0))
+        was_busy = token == accused.token and now - busy_at < min(BETWEEN_S, limit_s)
+        return accused.age_s >= limit_s and not was_busy and not self._gets_on(accused, wait)
 
     def _gets_on(self, accused: Report, wait: Wait) -> bool:
         """Whether it got further lately: then it works, and the deadline is too short, or another one is slow."""
@@ -171,11 +189,10 @@ class HangWatch:
         return accused.got_on_s is not None and accused.got_on_s < lately_s
 
 
-def _has_time(accused: Report, wait: Wait) -> bool:
-    """Whether it is not to blame, or not yet: it has just begun, or is at something, or waits, with time left."""
-    is_new = wait.deadline_s is not None and accused.age_s < wait.deadline_s
+def _is_busy(accused: Report) -> bool:
+    """Whether it is at something, or waits for somebody, and has time left for that."""
     is_at_it = any(task.deadline_s is not None and task.for_s < task.deadline_s for task in accused.doing)
-    return is_new or is_at_it or any(one.deadline_s is not None and not one.is_overdue for one in accused.waits)
+    return is_at_it or any(one.deadline_s is not None and not one.is_overdue for one in accused.waits)
 
 
 def _launched(name: str, running: Mapping[str, int]) -> str | None:

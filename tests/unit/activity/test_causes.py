@@ -117,6 +117,13 @@ def test_an_event_loop_that_stands_still_hangs():
     assert looks.after(1.0) == [Hang(culprit="inference", reason="has an event loop that stands still for 601 s")]
 
 
+def test_an_engine_that_takes_no_step_hangs_and_is_not_called_an_event_loop():
+    looks = Looks(RUN)
+    looks.run = RUN | reports(report("inference", loop_s=0.1, engine_s=601.4))
+    reason = "has an engine that has taken no step with requests in it for 601 s"
+    assert looks.after(1.0) == [Hang(culprit="inference", reason=reason)]
+
+
 def test_what_a_process_has_been_at_for_too_long_hangs_and_a_rank_stands_for_its_process():
     looks = Looks(RUN | reports(report("trainer-1")), pids=dict.fromkeys(RUN, 1))
     looks.run = looks.run | reports(report("trainer-1", doing=(doing("training step 12", 3600.0, 3600.0),)))
@@ -179,6 +186,71 @@ def test_how_lately_somebody_got_on_is_no_longer_ago_than_what_counts_as_a_hang(
     looks.run = RUN | reports(report("orchestrator", wait("inference", "rollouts", 70.0)))
     looks.run |= reports(report("inference", got_on_s=31.0))
     assert [hang.culprit for hang in looks.after(1.0)] == ["inference"]
+
+
+def test_who_has_begun_only_lately_when_a_deadline_passes_is_blamed_once_that_is_long_ago():
+    looks = Looks(RUN)
+    found = []
+    for waited_s, age_s in ((61.0, 30.0), (90.0, 59.0), (91.0, 60.0), (92.0, 61.0)):
+        looks.run = RUN | reports(
+            report("trainer", wait("orchestrator", "batch 8", waited_s)), report("orchestrator", age_s=age_s)
+        )
+        found.append([hang.culprit for hang in looks.after(1.0)])
+    assert found == [[None], [], ["orchestrator"], []]
+
+
+def test_who_is_between_two_things_with_time_left_is_not_blamed_for_that_moment():
+    late = report("trainer", wait("orchestrator", "batch 8", 70.0))
+    for at in (
+        report("orchestrator", wait("inference", "rollouts", 20.0)),
+        report("orchestrator", doing=(doing("generating batch 8", 20.0, 100.0),)),
+    ):
+        looks, found = Looks(RUN), []
+        for orchestrator, seconds in ((at, 1.0), (report("orchestrator"), 59.0), (at, 1.0)):
+            looks.run = RUN | reports(late, orchestrator)
+            found.append([hang.culprit for hang in looks.after(seconds)])
+        looks.run = RUN | reports(late, report("orchestrator"))
+        found += [[hang.culprit for hang in looks.after(seconds)] for seconds in (59.0, 1.0)]
+        assert found == [[None], [], [], [], ["orchestrator"]]
+
+
+def test_a_wait_that_was_renewed_is_told_of_and_blamed_on_somebody_anew():
+    looks, found = Looks(RUN), []
+    for pid, waited_s, got_on_s in ((1, 70.0, 61.0), (2, 10.0, 1.0), (2, 70.0, 0.5), (2, 80.0, 61.0)):
+        looks.pids["inference"] = pid
+        looks.run = RUN | reports(
+            report("orchestrator", wait("inference", "rollouts", waited_s)),
+            report("inference", pid=pid, got_on_s=got_on_s),
+        )
+        found.append([hang.culprit for hang in looks.after(1.0)])
+    assert found == [["inference"], [], [None], ["inference"]]
+
+
+def test_a_second_server_is_blamed_for_the_wait_that_a_first_one_was_blamed_for():
+    everybody = reports(report("orchestrator"), report("inference-0"), report("inference-1"), report("trainer"))
+    looks, found = Looks(everybody), []
+    late = report("orchestrator", wait("inference", "rollouts", 70.0))
+    for got_on_s in ((1.0, 61.0), (61.0, 90.0)):
+        servers = [report(f"inference-{index}", got_on_s=seconds) for index, seconds in enumerate(got_on_s)]
+        looks.run = reports(late, report("trainer"), *servers)
+        found.append([hang.culprit for hang in looks.after(1.0)])
+    assert found == [["inference-1"], ["inference-0"]]
+
+
+def test_a_server_that_starts_shields_no_other_one():
+    everybody = reports(report("orchestrator"), report("inference-0"), report("inference-1"), report("trainer"))
+    looks = Looks(everybody)
+    late = report("orchestrator", wait("inference", "rollouts", 70.0))
+    looks.pids["inference-1"] = 2
+    looks.run = everybody | reports(late, report("inference-0", got_on_s=61.0))
+    assert [hang.culprit for hang in looks.after(1.0, silent=["inference-1"])] == ["inference-0"]
+
+
+def test_while_the_only_one_that_somebody_waits_for_starts_nothing_is_told():
+    looks = Looks(RUN)
+    looks.pids["inference"] = 2
+    looks.run = RUN | reports(report("orchestrator", wait("inference", "rollouts", 70.0)))
+    assert looks.after(1.0, silent=["inference"]) == []
 
 
 def test_a_wait_for_what_is_no_process_of_the_run_is_only_told():
