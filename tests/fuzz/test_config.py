@@ -182,6 +182,7 @@ class Maker:
         self.name = name
         self.random = random.Random(seed)
         self.directory = directory
+        directory.mkdir(exist_ok=True)
         self.count = 0
 
     def case(self) -> Case:
@@ -432,7 +433,7 @@ def asks_for_help(case: Case) -> bool:
 def test_the_commands_end_with_a_sentence_and_without_a_traceback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = [list(ROOTS)[number % len(ROOTS)] for number in range(RUNS_OF_THE_COMMAND)]
-    cases = [refused(Maker(name, tmp_path, seed=number)) for number, name in enumerate(names)]
+    cases = [refused(Maker(name, tmp_path / str(number), seed=number)) for number, name in enumerate(names)]
     with ThreadPoolExecutor(max_workers=4) as pool:
         results = list(pool.map(run_command, names, cases))
     for name, case, result in zip(names, cases, results, strict=True):
