@@ -39,8 +39,6 @@ PAUSE_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 NOTICE_INTERVAL_S: Final = 15.0
-ENGINE_FAILED: Final = "the inference engine failed"
-"""How a server of ours begins the reason of a state that only starting it again ends."""
 
 _logger = get_logger(__name__)
 
@@ -119,23 +117,20 @@ class InferenceClient:
     async def wait_ready(self, timeout: float) -> HealthResponse:
         """Wait until the server is well. `timeout` is seconds.
 
-        Raises: InferenceError saying for how long it waited for which address, and what the server said; at once when
-            its engine has failed.
+        One whose engine has failed is waited for, too: who watches it, here or elsewhere, starts it again.
+
+        Raises: InferenceError saying for how long it waited for which address, and what the server said; DiskError
+            where this process can open no connection: it has none yet, so one that is started again could not either.
         """
         next_notice_s = NOTICE_INTERVAL_S
-        url = self._root("/health")
         with activity.waiting("inference", f"{self.base_url} to serve", deadline_s=timeout) as waiting:
             while isinstance(state := await self.probe(), Unwell):
-                if state.says_so and state.reason.startswith(ENGINE_FAILED):
-                    raise of_server("inference")(
-                        f"the server at {url} says: {state.reason}; look at its log, and start it again"
-                    )
                 if waiting.is_overdue:
                     kind = DiskError if state.is_ours else of_server("inference")
                     raise kind(self.complaint(state, waiting.patience_s))
                 if waiting.seconds >= next_notice_s:
-                    since = waiting.seconds
-                    _logger.info("Waiting for the inference server at %s since %.0f s", self.base_url, since)
+                    what = f"the inference server at {self.base_url} since {waiting.seconds:.0f} s"
+                    _logger.info("Waiting for %s: %s", what, state.reason)
                     next_notice_s += NOTICE_INTERVAL_S
                 await asyncio.sleep(POLL_S)
         return state

@@ -28,8 +28,8 @@ from typing import Final, Protocol
 
 from prime_rl import activity
 from prime_rl.aio import together
-from prime_rl.environments.client import ENGINE_FAILED, Unreachable, Unwell, of_server
-from prime_rl.errors import ArtifactError, DiskError, InferenceError, PrimeRLError
+from prime_rl.environments.client import Unreachable, Unwell, of_server
+from prime_rl.errors import ArtifactError, InferenceError, PrimeRLError
 from prime_rl.logs import get_logger
 from prime_rl.orchestrator.assignment import Assignment
 from prime_rl.transport.api import HealthResponse, InitTransferRequest, ServedWeights
@@ -456,31 +456,32 @@ class Fleet:
 
     # Consumes: nothing. Waits for: a server that is up. Unblocked by: one that joins; else the run ends.
     async def _watch_outage(self) -> None:
-        is_supervised = activity.is_supervised("inference")
         patience_s = activity.patience_s(self._outage_timeout_s, "inference")
-        if is_supervised:  # the launcher starts a server again, which then needs as long as it did at the start
+        if activity.is_supervised("inference"):  # it is started again, and then needs as long as it did at the start
             patience_s = max(patience_s, self._ready_timeout)
         while True:
             await asyncio.sleep(RETURN_POLL_S)
             if self._outage_since is None or any(server.state is State.JOINING for server in self.servers):
                 continue
             gone_s = _acting() - self._outage_since
-            final = all(server.trouble.startswith(ENGINE_FAILED) for server in self.servers)
-            if gone_s >= patience_s or (final and not is_supervised):
-                await self._end()
+            if gone_s >= patience_s:
+                await self._end(gone_s)
 
-    async def _end(self) -> None:
-        """Raises InferenceError with what is wrong with every server, and what to do where nobody starts them again."""
+    async def _end(self, gone_s: float) -> None:
+        """Raises InferenceError with what is wrong with every server, and what to do where nobody starts them again.
+
+        Where this process has no connection left to ask them with, it is not final: one that is started again has all.
+        """
         complaints, is_ours = [], False
         for server in self.servers:
             state = await server.client.probe()
             if isinstance(state, Unwell):
                 is_ours = is_ours or state.is_ours
-                complaints.append(server.client.complaint(state, self._outage_timeout_s))
+                complaints.append(server.client.complaint(state, round(gone_s)))
             else:
                 complaints.append(f"the server at {server.name} cannot be used: {server.trouble}")
         if is_ours:
-            raise DiskError("; ".join(complaints))
+            raise InferenceError("; ".join(complaints))
         if not activity.is_supervised("inference"):
             complaints.append("where servers come back later than that, raise outage_timeout")
         raise of_server("inference")("; ".join(complaints))

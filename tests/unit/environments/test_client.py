@@ -162,11 +162,15 @@ async def test_waiting_for_a_server_that_is_unwell_ends_with_its_own_reason(clie
         await client.wait_ready(0.2)
 
 
-async def test_a_server_whose_engine_failed_is_not_waited_for(client, inference):
+async def test_a_server_whose_engine_failed_is_waited_for_and_told_with_its_reason(client, inference):
     inference.unwell = "the inference engine failed: MemoryError: no blocks"
-    async with asyncio.timeout(5):
-        with pytest.raises(InferenceError, match=r"/health says: the inference engine failed: MemoryError: no blocks"):
-            await client.wait_ready(60)
+    waiting = asyncio.create_task(client.wait_ready(60))
+    await asyncio.sleep(0.5)
+    inference.unwell = None
+    assert (await waiting).version == 0
+    inference.unwell = "the inference engine failed: MemoryError: no blocks"
+    with pytest.raises(InferenceError, match=r"after 0\.2 s: the inference engine failed: MemoryError: no blocks"):
+        await client.wait_ready(0.2)
 
 
 async def test_a_model_that_is_not_served_is_told_with_those_that_are(client, inference):

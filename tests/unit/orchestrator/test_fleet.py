@@ -15,7 +15,7 @@ from prime_rl.aio import Supervisor
 from prime_rl.config.shared import ClientConfig
 from prime_rl.environments.client import InferenceClient, Unwell
 from prime_rl.environments.verifiers.failover import Failover, Route
-from prime_rl.errors import DiskError, InferenceError
+from prime_rl.errors import InferenceError
 from prime_rl.orchestrator.fleet import Fleet, State, Target
 from prime_rl.orchestrator.groups import Dispatch, Example
 from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
@@ -364,12 +364,13 @@ def test_servers_that_the_launcher_starts_again_are_waited_for_longer_and_others
             await run_beside(fleet, asyncio.sleep(1000))
         assert raised.value.is_final is is_final
         assert ("raise outage_timeout" in str(raised.value)) is is_final
+        assert f"did not answer for {within_s[0]} s" in str(raised.value)
         return asyncio.get_running_loop().time()
 
     assert within_s[0] < simulate(main()) < within_s[1]
 
 
-def test_a_run_that_has_no_connection_left_for_its_servers_blames_none_of_them():
+def test_a_run_that_has_no_connection_left_for_its_servers_blames_none_and_may_be_started_again():
     async def main():
         servers = servers_of(2)
         fleet = fleet_of(servers)
@@ -380,8 +381,39 @@ def test_a_run_that_has_no_connection_left_for_its_servers_blames_none_of_them()
 
         for server in servers:
             server.probe = cannot_be_asked
-        with pytest.raises(DiskError):
+        with pytest.raises(InferenceError, match="files ran out") as raised:
             await run_beside(fleet, asyncio.sleep(1000))
+        assert not raised.value.is_final, "one that has just begun has all its connections"
+        assert "outage_timeout" not in str(raised.value)
+
+    simulate(main())
+
+
+@pytest.mark.parametrize("gone_s", [30.0, None])
+def test_a_server_whose_engine_failed_and_that_somebody_else_watches_has_the_time_of_any_other(gone_s):
+    async def main():
+        (server,) = servers_of(1)
+        fleet = fleet_of([server])
+        await fleet.start(Target(), 10.0)
+        probe, reason = server.probe, "the inference engine failed: no blocks"
+
+        async def says_so():
+            return Unwell(reason=reason, says_so=True)
+
+        async def watch():
+            server.probe = says_so
+            if gone_s is None:
+                await asyncio.sleep(1000)
+            await asyncio.sleep(gone_s)
+            server.probe = probe
+            await until(lambda: fleet.num_up == 1)
+
+        if gone_s is not None:
+            await run_beside(fleet, watch())
+            return
+        with pytest.raises(InferenceError, match=reason):
+            await run_beside(fleet, watch())
+        assert 60 < asyncio.get_running_loop().time() < 75
 
     simulate(main())
 
