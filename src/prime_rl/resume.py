@@ -1,5 +1,7 @@
 """Going back to an earlier step of a run: what lies beyond it is set aside, and nothing is deleted.
 
+Of a root that lies elsewhere (`ckpt.output_dir`, a link to another disk) it stays there, in `<root>/superseded/K/`.
+
 Checkpoint N is the state after N steps, so the next batch is N. Beyond it are batches from N on, and weights,
 checkpoints and evaluations from N + 1 on; they go to `superseded/K/`, in the layout of the run directory. A run that
 counts its steps from 0 again has use for nothing that has a number, so all of it goes there, the checkpoint last.
@@ -7,12 +9,15 @@ counts its steps from 0 again has use for nothing that has a number, so all of i
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.errors import ArtifactError, DataError
+from prime_rl.errors import ArtifactError
+from prime_rl.logs import get_logger
 from prime_rl.paths import RunPaths, step_dir
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +39,28 @@ def go_back(
 ) -> Path | None:
     """Set aside what lies beyond checkpoint `step` and belongs to the processes `owns`; where to, if there was any.
 
-    `checkpoints`: where the checkpoints are, if not in the run directory; theirs stay on that file system, in a
-    `superseded` of their own. `counts_anew`: what lies before is set aside, too (`ckpt.skip_progress`).
+    `checkpoints`: where the checkpoints are, if not in the run directory. `counts_anew`: what lies before is set aside,
+    too (`ckpt.skip_progress`).
 
     A launcher that is killed in the middle leaves a run that can go on from its newest checkpoint, or back again: what
     is newest goes first, checkpoints before weights before batches, each with one rename; what lies before goes in the
     order of steps, so that the checkpoint itself is the last. Where it is then, `sources` knows.
-    Raises: ArtifactError where the disk refuses; DataError where a file of metrics is damaged.
+    Raises: ArtifactError where the disk refuses.
     """
     root = checkpoints or paths.checkpoints
-    number = max(_numbers(paths, root), default=0) + 1
+    kept = _owned(paths, root, step, owns)
+    number = max(_numbers(paths, [one.root for one in kept]), default=0) + 1
     moved = False
     try:
-        for one, found in _leaving(_owned(paths, root, step, owns), counts_anew=counts_anew):
+        for one, found in _leaving(kept, counts_anew=counts_anew):
             target = _aside(paths, one.root, number)
             target.mkdir(parents=True, exist_ok=True)
             step_dir(one.root, found).rename(step_dir(target, found))
             moved = moved or target.is_relative_to(paths.superseded)
-        of_evaluations = ("eval",) if counts_anew and "orchestrator" in owns else ()
-        for process in sorted((*owns, *of_evaluations)):
+        firsts = dict.fromkeys(sorted(owns), step) | ({"eval": step + 1} if "orchestrator" in owns else {})
+        for process, first in firsts.items():
             path = paths.metrics(process)
-            aside = _aside(paths, path, number)
-            moved |= drop_rows(path, 0 if counts_anew else step, aside=aside)
+            moved |= drop_rows(path, 0 if counts_anew else first, aside=_rows_aside(paths, path, number))
     except OSError as error:
         raise ArtifactError(f"cannot set aside what lies beyond step {step} in {paths.output_dir}: {error}") from error
     return paths.superseded / str(number) if moved else None
@@ -69,7 +74,7 @@ def sources(paths: RunPaths, checkpoints: Path | None, step: int, *, counts_anew
     """
     root = checkpoints or paths.checkpoints
     here = [root, paths.recovery]
-    numbers = sorted(_numbers(paths, root), reverse=True) if counts_anew else []
+    numbers = sorted(_numbers(paths, here), reverse=True) if counts_anew else []
     places = [here, *([_aside(paths, one, number) for one in here] for number in numbers)]
     return next((roots for roots in places if _holds(roots, step)), here)
 
@@ -102,31 +107,45 @@ def _leaving(kept: Sequence[_Kept], *, counts_anew: bool) -> list[tuple[_Kept, i
     return leaving
 
 
+def set_rows_aside(paths: RunPaths, process: str, step: int) -> None:
+    """Take the rows of `step` and later out of the metrics of `process`, which come again, to a `superseded/K` of
+    their own. Raises: OSError where the disk refuses."""
+    path, number = paths.metrics(process), max(_numbers(paths, []), default=0) + 1
+    drop_rows(path, step, aside=_rows_aside(paths, path, number))
+
+
 def drop_rows(path: Path, step: int, *, aside: Path | None = None) -> bool:
     """Take the rows of `step` and later out of a file of metrics, to `aside` where that is given; whether there were.
 
-    The file is exchanged whole. A last row that its writer did not finish goes.
-    Raises: DataError naming a row that is damaged; OSError where the disk refuses.
+    The file is exchanged whole. A last row that its writer did not finish goes. A damaged one is moved to a file beside
+    it with a warning: a run can do without.
+    Raises: OSError where the disk refuses.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return False
-    is_beyond = [_step_of(line, path, number) >= step for number, line in enumerate(lines, 1)]
-    beyond = [line for line, is_late in zip(lines, is_beyond, strict=True) if is_late]
-    if not beyond and not torn:
+    steps = [_step_of(line) for line in lines]
+    beyond = [line for line, of in zip(lines, steps, strict=True) if of is not None and of >= step]
+    damaged = [line for line, of in zip(lines, steps, strict=True) if of is None]
+    if not beyond and not damaged and not torn:
         return False
     if beyond and aside is not None:
         _write(aside, beyond)
-    _write(path, [line for line, is_late in zip(lines, is_beyond, strict=True) if not is_late])
+    if damaged:
+        beside = path.with_name(f"{path.name}.damaged")
+        _logger.warning("Row %d of %s is damaged; such rows are in %s now", steps.index(None) + 1, path, beside)
+        _write(beside, [*(beside.read_bytes().splitlines() if beside.exists() else []), *damaged])
+    _write(path, [line for line, of in zip(lines, steps, strict=True) if of is not None and of < step])
     return bool(beyond)
 
 
-def _step_of(line: bytes, path: Path, number: int) -> int:
+def _step_of(line: bytes) -> int | None:
+    """None: the row is damaged."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"row {number} of {path} is damaged: {error!r}; delete that row to go on without it") from error
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _write(path: Path, lines: list[bytes]) -> None:
@@ -145,14 +164,18 @@ def _steps(root: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _aside(paths: RunPaths, kept: Path, number: int) -> Path:
-    """Where what is set aside of `kept` goes."""
-    if kept.is_relative_to(paths.output_dir):
-        return paths.superseded / str(number) / kept.relative_to(paths.output_dir)
-    return kept / "superseded" / str(number)
+def _aside(paths: RunPaths, root: Path, number: int) -> Path:
+    """Where the directories that are set aside of `root` go, each with one rename: so on the disk on which they are."""
+    is_here = root.is_relative_to(paths.output_dir) and root.resolve().is_relative_to(paths.output_dir.resolve())
+    return _rows_aside(paths, root, number) if is_here else root / "superseded" / str(number)
 
 
-def _numbers(paths: RunPaths, checkpoints: Path) -> set[int]:
-    """K of all `superseded/K` that there are."""
-    roots = (paths.superseded, checkpoints / "superseded")
-    return {int(entry.name) for root in roots for entry in root.glob("[0-9]*") if entry.name.isdecimal()}
+def _rows_aside(paths: RunPaths, path: Path, number: int) -> Path:
+    """`path` of the run directory in the layout of what is set aside."""
+    return paths.superseded / str(number) / path.relative_to(paths.output_dir)
+
+
+def _numbers(paths: RunPaths, roots: Iterable[Path]) -> set[int]:
+    """K of all `superseded/K` that there are, of the run directory and of `roots` that lie elsewhere."""
+    places = (paths.superseded, *(root / "superseded" for root in roots))
+    return {int(entry.name) for place in places for entry in place.glob("[0-9]*") if entry.name.isdecimal()}

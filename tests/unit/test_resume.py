@@ -1,8 +1,11 @@
 import json
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from prime_rl.errors import DataError
 from prime_rl.paths import RunPaths, step_dir
 from prime_rl.resume import drop_rows, go_back, sources
 
@@ -61,7 +64,7 @@ def test_going_back_sets_aside_what_lies_beyond_the_step(paths):
     assert (steps_in(paths.evals), steps_in(old.evals)) == ([0, 3], [6])
     for process in ("trainer", "orchestrator"):
         assert (rows_in(paths.metrics(process)), rows_in(old.metrics(process))) == ([0, 1, 2, 3], [4, 5])
-    assert rows_in(paths.metrics("eval")) == [0, 1, 2, 3, 4, 5]
+    assert (rows_in(paths.metrics("eval")), rows_in(old.metrics("eval"))) == ([0, 1, 2, 3, 4], [5])
     assert everything(paths) == before
     assert (step_dir(old.weights, 6) / "content").read_text() == "weights 6"
 
@@ -92,6 +95,29 @@ def test_checkpoints_elsewhere_stay_elsewhere(paths, tmp_path):
     assert steps_in(elsewhere) == [2]
     assert steps_in(elsewhere / "superseded" / "1") == [8]
     assert steps_in(paths.checkpoints) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("linked", ["weights", "checkpoints"])
+def test_what_lies_on_another_disk_behind_a_link_stays_there(paths, linked):
+    """No rename leads from one disk to another; a file system in memory is one on every machine that runs this."""
+    with TemporaryDirectory(dir="/dev/shm") as disk:
+        assert os.stat(disk).st_dev != paths.output_dir.stat().st_dev
+        root, other = paths.output_dir / linked, Path(disk, linked)
+        shutil.move(root, other)
+        root.symlink_to(other)
+        before = len(everything_in(paths.output_dir, other))
+        go_back(paths, 4)
+        assert (steps_in(root)[-1], steps_in(other / "superseded" / "1")[-1]) == (4, 6)
+        assert (steps_in(paths.rollouts), steps_in(paths.superseded / "1" / "rollouts")) == ([0, 1, 2, 3], [4, 5, 6])
+        go_back(paths, 4, counts_anew=True)
+        assert steps_in(root) == []
+        roots = sources(paths, None, 4, counts_anew=True)
+        assert 4 in steps_in(roots[0])
+        assert len(everything_in(paths.output_dir, other)) == before
+
+
+def everything_in(*roots):
+    return [file for root in roots for file in root.rglob("content")]
 
 
 class Killed(BaseException):
@@ -223,8 +249,11 @@ def test_whoever_is_killed_while_rows_are_dropped_leaves_nothing_behind(tmp_path
     assert (rows_in(path), [file.name for file in tmp_path.iterdir()]) == ([0, 1], [path.name])
 
 
-def test_a_damaged_row_is_named(tmp_path):
+def test_a_damaged_row_ends_nothing_and_is_kept_beside_the_others(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\nhm\n')
-    with pytest.raises(DataError, match=r"row 2 of .*metrics\.jsonl is damaged"):
-        drop_rows(path, 1)
+    for row in ("hm", "[]"):
+        path.write_text(f'{{"step": 0}}\n{row}\n{{"step": 1}}\n')
+        assert drop_rows(path, 1)
+        assert rows_in(path) == [0]
+    assert path.with_name("metrics.jsonl.damaged").read_text() == "hm\n[]\n"
+    assert f"Row 2 of {path} is damaged" in caplog.text

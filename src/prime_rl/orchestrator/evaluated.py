@@ -14,7 +14,7 @@ from prime_rl.journal import read_journal
 from prime_rl.logs import get_logger
 from prime_rl.monitors.base import read_metrics
 from prime_rl.paths import RunPaths
-from prime_rl.resume import drop_rows
+from prime_rl.resume import set_rows_aside
 
 PROCESS: Final = "orchestrator"
 """As the journal names this process."""
@@ -26,12 +26,12 @@ _logger = get_logger(__name__)
 
 
 def evaluated_versions(paths: RunPaths, *, before: int | None = None) -> dict[str, int]:
-    """By kind, the version that was evaluated last. `before`: forget those from this one on. Waits for the disk.
+    """By kind, the version that was evaluated last. Waits for the disk.
 
-    Raises: DataError where the file of metrics is damaged.
+    `before`: forget those from this one on, whose rows are set aside.
     """
     path = paths.metrics("eval")
-    drop_rows(path, sys.maxsize if before is None else before)
+    set_rows_aside(paths, "eval", sys.maxsize if before is None else before)
     versions: dict[str, int] = {}
     for row in read_metrics(path):
         for kind in {name.partition("/")[0] for name in row} & {"eval", "val"}:

@@ -1,5 +1,5 @@
 from prime_rl.journal import Journal
-from prime_rl.monitors.base import JsonlMonitor
+from prime_rl.monitors.base import JsonlMonitor, read_metrics
 from prime_rl.orchestrator.evaluated import cut_off, evaluated_versions
 from prime_rl.paths import RunPaths
 
@@ -14,6 +14,8 @@ def test_each_kind_has_the_version_of_its_last_row(tmp_path):
     assert evaluated_versions(paths) == {"eval": 2, "val": 3}
     assert evaluated_versions(paths, before=3) == {"eval": 2, "val": 0}
     assert evaluated_versions(paths) == {"eval": 2, "val": 0}, "rows of what is evaluated again are gone"
+    (aside,) = read_metrics(RunPaths(paths.superseded / "1").metrics("eval"))
+    assert (aside["step"], aside["val/a/avg@1"]) == (3, 0.5), "and set aside"
 
 
 def test_what_had_begun_and_was_not_complete_is_cut_off_unless_the_run_went_back_since(tmp_path, caplog):
