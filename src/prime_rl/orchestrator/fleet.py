@@ -465,9 +465,9 @@ class Fleet:
                 continue
             gone_s = _acting() - self._outage_since
             if gone_s >= patience_s:
-                await self._end(gone_s)
+                await self._end(patience_s)
 
-    async def _end(self, gone_s: float) -> None:
+    async def _end(self, waited_s: float) -> None:
         """Raises InferenceError with what is wrong with every server, and what to do where nobody starts them again.
 
         Where this process has no connection left to ask them with, it is not final: one that is started again has all.
@@ -477,7 +477,7 @@ class Fleet:
             state = await server.client.probe()
             if isinstance(state, Unwell):
                 is_ours = is_ours or state.is_ours
-                complaints.append(server.client.complaint(state, round(gone_s)))
+                complaints.append(server.client.complaint(state, waited_s))
             else:
                 complaints.append(f"the server at {server.name} cannot be used: {server.trouble}")
         if is_ours:
