@@ -1,7 +1,8 @@
 """Whether, and when, a process that died is started again. Pure: times and places are passed in.
 
 A restart waits 1, 2, 4 ... 60 seconds, and 1 again once the process has lived for a while. Two things end it: more than
-`limit` restarts of one process; and a poison step, at which a process died three times without getting further.
+`limit` restarts of one process; and a poison step, at which a process died three times without having got further than
+ever before in between. Deaths at several steps that were made before, as a machine's bad hour gives, are none.
 """
 
 from collections.abc import Iterable
@@ -33,21 +34,27 @@ class Place:
     length: int
     """How many different things happened; what is done again after a restart does not count again."""
     name: str
-    """Where that is, in words."""
+    """Where it was when it died, in words: after a restart perhaps at what had happened before."""
 
 
 def place_of(entries: Iterable[Entry], process: str) -> Place:
     """How far `process` came since the launcher was started; of a server, which has no steps, how far the run did."""
     own = (process,) if process in LOOPS else LOOPS
-    happened: dict[tuple[str, str, int | None], None] = {}
+    happened: set[tuple[str, str, int | None]] = set()
+    last: tuple[str, str, int | None] | None = None
     for entry in entries:
         if entry.event == "run_started":
-            happened.clear()
+            happened, last = set(), None
+        elif entry.event == "process_started" and entry.facts.get("name") == process in LOOPS:
+            last = None
         elif entry.process in own and entry.event in PROGRESS:
-            happened.setdefault((entry.process, entry.event, entry.step))
-    if not happened:
-        return Place(0, "before its first step" if process in LOOPS else "before the first step")
-    who, event, step = next(reversed(happened))
+            found = (entry.process, entry.event, entry.step)
+            if process in LOOPS or found not in happened:
+                last = found
+            happened.add(found)
+    if last is None:
+        return Place(len(happened), "before its first step" if process in LOOPS else "before the first step")
+    who, event, step = last
     said = event.replace("_", " ")
     return Place(len(happened), f"after {said} {step}" if process in LOOPS else f"after {who}'s {said} {step}")
 
@@ -73,9 +80,10 @@ class _Record:
     num_restarts: int = 0
     num_quick: int = 0
     """Deaths in a row soon after the start."""
-    place: int = -1
-    num_here: int = 0
-    """Deaths at `place`."""
+    length: int = -1
+    """Of the place of the last death."""
+    num_at: dict[str, int] = field(default_factory=dict)
+    """Deaths by the name of their place, since the process got further."""
 
 
 @dataclass(slots=True)
@@ -89,12 +97,11 @@ class Restarts:
     def after_death(self, name: str, *, lived_s: float, place: Place) -> Again | NoMore:
         """What to do about a process that died after `lived_s` seconds, when it had come to `place`."""
         record = self._records.setdefault(name, _Record())
-        record.num_here = record.num_here + 1 if place.length == record.place else 1
-        record.place = place.length
-        if record.num_here >= POISON:
-            return NoMore(
-                f"it died {record.num_here} times in the same place, {place.name}: no restart gets it further"
-            )
+        if place.length != record.length:
+            record.length, record.num_at = place.length, {}
+        record.num_at[place.name] = num_here = record.num_at.get(place.name, 0) + 1
+        if num_here >= POISON:
+            return NoMore(f"it died {num_here} times in the same place, {place.name}: no restart gets it further")
         if record.num_restarts >= self.limit:
             return NoMore(f"it was started again {self.limit} times already (max_restarts)")
         record.num_quick = record.num_quick + 1 if lived_s < LIVED_S else 1

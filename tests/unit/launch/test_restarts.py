@@ -91,6 +91,22 @@ def test_what_is_done_again_after_a_restart_is_no_progress():
     assert place_of([*TRAINED, *again, *further], "trainer") == Place(4, "after batch consumed 1")
 
 
+def test_a_process_that_dies_where_it_has_been_before_is_at_that_step_and_not_where_it_once_was():
+    """It had come to batch 60, and goes on from a checkpoint of 10."""
+    restarts, noted = Restarts(limit=100), [*TRAINED]
+    verdicts = []
+    for batch in (60, 25, 38, 47, 25, 25):
+        again = Entry(time=0.0, process="launcher", event="process_started", facts={"name": "trainer"})
+        noted += [again, *entries(*(("trainer", "batch_received", step) for step in range(2, batch + 1)))]
+        verdicts.append(restarts.after_death("trainer", lived_s=60.0, place=place_of(noted, "trainer")))
+    assert [type(one) for one in verdicts] == [Again] * 5 + [NoMore]
+    assert verdicts[-1] == NoMore(
+        "it died 3 times in the same place, after batch received 25: no restart gets it further"
+    )
+    again = Entry(time=0.0, process="launcher", event="process_started", facts={"name": "trainer"})
+    assert place_of([*noted, again], "trainer").name == "before its first step"
+
+
 def test_another_launcher_begins_to_count_anew():
     assert place_of([*TRAINED, *entries(("launcher", "run_started", None))], "trainer") == Place(
         0, "before its first step"
