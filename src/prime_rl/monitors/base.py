@@ -88,7 +88,8 @@ class MetricsTail:
         self._rows: list[MetricsRow] = []
 
     def read(self) -> list[MetricsRow]:
-        """All rows so far; a last line that is still being written is left out. No file: no rows."""
+        """All rows so far; a last line that is still being written is left out, and one that is damaged. No file: no
+        rows."""
         if self._path.exists():
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -97,8 +98,17 @@ class MetricsTail:
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._offset += len(whole) + len(newline)
-            self._rows += [self._keep(json.loads(line)) for line in whole.splitlines()]
+            self._rows += [self._keep(row) for line in whole.splitlines() if (row := _row(line)) is not None]
         return self._rows
+
+
+def _row(line: bytes) -> MetricsRow | None:
+    """None: it is damaged, of which `prime_rl.resume.drop_rows` tells; whoever only looks at rows does without it."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:

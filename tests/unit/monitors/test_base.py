@@ -70,3 +70,9 @@ def test_a_file_that_was_exchanged_for_a_shorter_one_is_read_anew(tmp_path):
     assert [row["step"] for row in tail.read()] == [0, 1, 2, 3]
     path.write_text(rows[0])
     assert [row["step"] for row in tail.read()] == [0]
+
+
+def test_a_row_that_is_damaged_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\nhm\n\xff\n7\n{"step": 1}\n', encoding="latin-1")
+    assert read_metrics(path) == [{"step": 0}, {"step": 1}]
